@@ -1,0 +1,1 @@
+"""Engines: the contract, the GPU architectures as data, and the import-free manifest."""

@@ -1,0 +1,93 @@
+"""GPU architectures as data: planning and explaining for any of them needs no device."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arch:
+    """One architecture. Rates are the vendor's dense datasheet figures of a typical board (``board``): they serve
+    rooflines, predictions and MFU; measured ceilings live in records."""
+
+    name: str
+    capability: tuple[int, int] | None
+    board: str
+    copy_tb_s: float
+    tflops: tuple[tuple[str, float], ...]
+    features: frozenset[str] = frozenset()
+    smem_kib: int = 0
+    sms: int = 0
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.capability is not None
+
+    def peak_flops(self, dtype: str) -> float:
+        """Dense FLOP/s of matrix products in ``dtype`` (float32 where the dtype has no rate of its own)."""
+        rates = dict(self.tflops)
+        return rates.get(dtype, rates["float32"]) * 1e12
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        return self.copy_tb_s * 1e12
+
+    def roofline(self, flops: float, nbytes: float, dtype: str) -> float:
+        """Seconds that ``flops`` and ``nbytes`` take at least."""
+        return max(flops / self.peak_flops(dtype), nbytes / self.copy_bytes_per_s)
+
+    @staticmethod
+    def parse(name: str) -> Arch:
+        """``sm_90``, ``sm90``, ``90``, ``sm_90a`` or ``cpu``; anything else is refused with the close names."""
+        key = name.lower().replace("sm", "").strip("_").rstrip("af")
+        key = "cpu" if key == "cpu" or name.lower() == "cpu" else f"sm_{key}"
+        if key not in ARCHS:
+            close = difflib.get_close_matches(key, ARCHS, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"arch = {name!r}: must be one of {', '.join(ARCHS)}{hint}")
+        return ARCHS[key]
+
+    @staticmethod
+    def of_device(index: int) -> Arch:
+        """The arch of a CUDA device, -1 for the CPU. A capability without a row of its own uses the closest older one
+        of the same major version, and is refused where there is none."""
+        return ARCHS["cpu"] if index < 0 else _of_capability(_capability(index))
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def _of_capability(cap: tuple[int, int]) -> Arch:
+    rows = [a for a in ARCHS.values() if a.capability and a.capability[0] == cap[0] and a.capability <= cap]
+    if not rows:
+        known = ", ".join(a for a in ARCHS if a != "cpu")
+        raise ValueError(f"compute capability {cap[0]}.{cap[1]}: layerplan plans for {known}; use policy 'reference' there")
+    return max(rows, key=lambda a: a.capability)
+
+
+def _arch(name, cap, board, copy, rates, features, smem, sms) -> Arch:
+    return Arch(name, cap, board, copy, tuple(rates.items()), frozenset(features.split()), smem, sms)
+
+
+ARCHS: dict[str, Arch] = {a.name: a for a in (
+    _arch("sm_80", (8, 0), "A100-80GB-SXM", 2.04, {"bfloat16": 312, "float16": 312, "float32": 19.5, "float64": 9.7},
+          "bf16 cp_async", 163, 108),
+    _arch("sm_89", (8, 9), "L40S", 0.86, {"bfloat16": 362, "float16": 362, "float32": 91, "float64": 1.4, "float8": 733},
+          "bf16 fp8 cp_async", 99, 142),
+    _arch("sm_90", (9, 0), "H200-SXM", 4.8, {"bfloat16": 989, "float16": 989, "float32": 67, "float64": 34, "float8": 1979},
+          "bf16 fp8 cp_async tma wgmma cluster", 227, 132),
+    _arch("sm_100", (10, 0), "B200", 8.0, {"bfloat16": 2250, "float16": 2250, "float32": 80, "float64": 40, "float8": 4500},
+          "bf16 fp8 mxfp8 cp_async tma tcgen05 cluster", 227, 148),
+    _arch("sm_103", (10, 3), "B300", 8.0, {"bfloat16": 2250, "float16": 2250, "float32": 77, "float64": 1.3, "float8": 4500},
+          "bf16 fp8 mxfp8 cp_async tma tcgen05 cluster", 227, 148),
+    _arch("sm_120", (12, 0), "RTX-PRO-6000", 1.79, {"bfloat16": 504, "float16": 504, "float32": 126, "float64": 2, "float8": 1008},
+          "bf16 fp8 mxfp8 cp_async tma", 99, 188),
+    Arch("cpu", None, "host", 0.02, (("float32", 0.1), ("bfloat16", 0.1), ("float16", 0.1), ("float64", 0.05))),
+)}  # fmt: skip

@@ -1,0 +1,109 @@
+"""The contract between planner and engines.
+
+An engine is one class per device code path. It answers one question about a region, ``match``: an Offer or a Decline
+with a reason, from data alone (specs, attributes, arch), never from the device. ``build`` is the expensive step.
+``CompiledRegion.launch`` is the hot path: the caller's stream, no host sync, nothing allocated that was not announced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from ..graph.ir import Graph, Node
+from ..graph.ops.table import op_table
+from .arch import Arch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """``efficiency`` is the fraction of the roofline that the engine reaches here (a prior, until a record says
+    better); ``launches`` is the number of kernels; ``emulated`` marks a path that stands in for missing hardware."""
+
+    efficiency: float
+    launches: int = 1
+    knobs: tuple[tuple[str, Any], ...] = ()
+    workspace_bytes: int = 0
+    capture_safe: bool = True
+    deterministic: bool = True
+    ahead_of_time: bool = False
+    emulated: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decline:
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """A connected part of a graph that one engine runs. ``graph`` is its own small graph: its inputs are what it reads
+    from outside, its outputs what is read from it, in the order in which ``launch`` takes and returns them."""
+
+    graph: Graph
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self.graph.nodes
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        return tuple(n.op for n in self.graph.nodes)
+
+    @property
+    def node(self) -> Node:
+        (node,) = self.graph.nodes
+        return node
+
+    def spec(self, port: str):
+        """Spec of a port of the region's only node, None where it is not connected."""
+        value = self.node.input(port) or self.node.output(port)
+        return None if value is None else self.graph.specs[value]
+
+    def cost(self) -> tuple[int, int]:
+        """(flops, bytes): flops of all nodes, bytes of what crosses the region's border."""
+        table, flops, aliases = op_table(), 0, True
+        for n in self.nodes:
+            op = table[n.op]
+            specs = self.graph.specs
+            flops += op.cost({p: specs[v] for p, v in n.inputs}, {p: specs[v] for p, v in n.outputs}, n.attributes)[0]
+            aliases = aliases and op.aliases
+        border = (*self.graph.inputs, *self.graph.outputs)
+        return flops, 0 if aliases else sum(self.graph.specs[v].nbytes() for v in border)
+
+    def dtype(self) -> str:
+        return next((self.graph.specs[v].dtype for v in self.graph.inputs if self.graph.specs[v].is_float), "float32")
+
+    def predicted_seconds(self, offer: Offer, arch: Arch) -> float:
+        flops, nbytes = self.cost()
+        return arch.roofline(flops, nbytes, self.dtype()) / offer.efficiency + offer.launches * 2e-6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BuildContext:
+    region: Region
+    arch: Arch
+    offer: Offer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledRegion:
+    """``launch(*inputs)`` returns the output tensor, or a tuple where the region has several outputs."""
+
+    launch: Callable[..., Any]
+
+
+class Engine:
+    """Base of all engines. ``id`` is permanent and never reused. ``fuses`` engines take connected regions of several
+    nodes from ``ops``; the others take single nodes, or the chains named in ``patterns``."""
+
+    id: ClassVar[str]
+    fuses: ClassVar[bool] = False
+    patterns: ClassVar[tuple[tuple[str, ...], ...]] = ()
+
+    def match(self, region: Region, arch: Arch) -> Offer | Decline:
+        raise NotImplementedError
+
+    def build(self, ctx: BuildContext) -> CompiledRegion:
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Graph IR, op table, derived backward graphs and their verification. Imports nothing else of layerplan."""

@@ -1,0 +1,238 @@
+"""Every op as a differentiable function over a one-node plan.
+
+Shapes are written ``[b, s, h, d]`` (batch, sequence, heads, head dim) or packed ``[t, h, d]``. Every function takes
+``engine="family/name"`` (force one engine; a decline is an error) and ``policy=`` (a mode or a Policy). Inputs that break a
+rule raise ValueError before any launch, naming field, value and rule. Inputs are never modified.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .engines.manifest import BY_ID
+from .graph.ir import Graph, GraphBuilder
+from .planner.policy import Policy
+from .planner.runner import Runner
+from .planner.shapes import SpecMaker, bucket
+from .settings import settings
+
+Tensor = torch.Tensor
+_runners: dict[tuple, Runner] = {}
+
+
+def _make(key: tuple, op: str, ports: tuple[str, ...], patterns: tuple[str, ...], attrs: dict[str, Any],
+          engine: str | None, policy: Policy | str | None, want: tuple[str, ...]) -> Runner:  # fmt: skip
+    """The runner of one op with one set of attributes and connected ports."""
+
+    def build(*tensors: Tensor) -> Graph:
+        b, spec = GraphBuilder(), SpecMaker()
+        values = {p: b.input(p, spec(t, pattern)) for p, t, pattern in zip(ports, tensors, patterns, strict=True)}
+        out = b.op(op, want=want, **values, **attrs)
+        names = dict(b.node_of(out if isinstance(out, str) else out[0]).outputs)
+        return b.build([names[p] for p in want])
+
+    chosen = Policy.of(policy)
+    if engine is not None:
+        chosen = dataclasses.replace(chosen, engine=engine)
+        row = BY_ID[engine]
+        if not row.is_reference and op not in row.ops:
+            able = ", ".join(e.id for e in BY_ID.values() if op in e.ops or e.is_reference)
+            raise ValueError(f"{op}: engine = {engine!r}: has no code for {op}; use one of {able}")
+    runner = _runners[key] = Runner(build, ports, policy=chosen, name=op)
+    return runner
+
+
+def _call(op: str, attrs: tuple[tuple[str, Any], ...], inputs: tuple[tuple[str, str, Tensor | None], ...],
+          engine: str | None, policy: Policy | str | None, want: tuple[str, ...]):  # fmt: skip
+    """The general path: ``inputs`` are (port, dim pattern, tensor or None)."""
+    tensors = [i[2] for i in inputs if i[2] is not None]
+    key = (op, *[i[2] is None for i in inputs], attrs, engine, policy, want)
+    runner = _runners.get(key)
+    if runner is None:
+        given = [i for i in inputs if i[2] is not None]
+        ports, patterns = (tuple(i[k] for i in given) for k in (0, 1))
+        runner = _make(key, op, ports, patterns, dict(attrs), engine, policy, want)
+    return runner(*tensors)
+
+
+_Y, _Y_RESIDUAL = ("y",), ("y", "residual_out")
+
+
+def _norm(op: str, x, weight, eps, bias, residual, zero_centered, engine, policy):
+    if bias is None and residual is None:  # the hot path: one key, one call
+        key = (op, eps, zero_centered, engine, policy)
+        runner = _runners.get(key)
+        if runner is None:
+            attrs = {"eps": eps, "zero_centered": zero_centered}
+            runner = _make(key, op, ("x", "weight"), ("*t n!", "n!"), attrs, engine, policy, _Y)
+        return runner(x, weight)
+    return _call(op, (("eps", eps), ("zero_centered", zero_centered)),
+                 (("x", "*t n!", x), ("weight", "n!", weight), ("bias", "n!", bias), ("residual", "*t n!", residual)),
+                 engine, policy, _Y if residual is None else _Y_RESIDUAL)  # fmt: skip
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, bias: Tensor | None = None, residual: Tensor | None = None,
+             zero_centered: bool = False, engine: str | None = None, policy: Policy | str | None = None):  # fmt: skip
+    """RMSNorm over the last dim (Zhang and Sennrich, 2019).
+
+    ``x`` [..., n]; ``weight`` and ``bias`` [n], any float dtype; ``residual`` like x. With a residual
+    h = round(x + residual) is normed and returned: ``(y, h)``; otherwise ``y``. y = round(h * rstd * g + bias) with
+    g = weight, or 1 + weight where ``zero_centered``: float32 inside, one rounding, with and without a residual.
+    """
+    return _norm("rms_norm", x, weight, eps, bias, residual, zero_centered, engine, policy)
+
+
+def layer_norm(x: Tensor, weight: Tensor, *, eps: float, bias: Tensor | None = None, residual: Tensor | None = None,
+               zero_centered: bool = False, engine: str | None = None, policy: Policy | str | None = None):  # fmt: skip
+    """LayerNorm over the last dim (Ba, Kiros and Hinton, 2016). Arguments and result as for ``rms_norm``."""
+    return _norm("layer_norm", x, weight, eps, bias, residual, zero_centered, engine, policy)
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, engine: str | None = None,
+           policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """``x @ w.T + bias``: x [..., k], w [n, k], bias [n], all of one dtype -> [..., n]."""
+    if bias is None:  # the hot path
+        key = ("linear", engine, policy)
+        runner = _runners.get(key)
+        if runner is None:
+            runner = _make(key, "linear", ("x", "weight"), ("*t k!", "n! k!"), {}, engine, policy, _Y)
+        return runner(x, w)
+    return _call("linear", (), (("x", "*t k!", x), ("weight", "n! k!", w), ("bias", "n!", bias)), engine, policy, _Y)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False,
+         inverse: bool = False, engine: str | None = None, policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """Rotary position embedding (Su et al., 2021).
+
+    ``x`` [b, s, h, d] or packed [t, h, d]; ``cos``, ``sin`` [positions, r / 2] with r <= d (the other d - r elements pass
+    through). ``positions``: int32 or int64, [b, s], [s] or [t]; default 0, 1, 2, ... along the sequence. Pairs are
+    (i, i + r/2), or (2i, 2i + 1) if ``interleaved``. ``inverse`` turns back.
+    """
+    axis = 1 if x.dim() == 4 else 0
+    if positions is None and cos.shape[0] < x.shape[axis]:
+        raise ValueError(f"rope: cos has {cos.shape[0]} positions: must cover the {x.shape[axis]} of x; "
+                         "build a longer table or pass positions")  # fmt: skip
+    if positions is not None and (settings().check or not positions.is_cuda) and positions.numel():
+        low, high = int(positions.min()), int(positions.max())
+        if low < 0 or high >= cos.shape[0]:
+            raise ValueError(f"rope: positions span {low} .. {high}: must lie in [0, {cos.shape[0]}), the rows of cos")
+    lead = "b s" if x.dim() == 4 else "s"
+    pattern = lead if positions is not None and positions.dim() == x.dim() - 2 else "s"
+    attrs = (("interleaved", interleaved), ("inverse", inverse), ("seq_axis", axis))
+    inputs = (("x", f"{lead} h! d!", x), ("cos", "p r!", cos), ("sin", "p r!", sin), ("positions", pattern, positions))
+    return _call("rope", attrs, inputs, engine, policy, _Y)
+
+
+def _activation(op: str, doc: str) -> Callable[..., Tensor]:
+    def function(x: Tensor, *, clamp: float | None = None, row_weight: Tensor | None = None, engine: str | None = None,
+                 policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+        if row_weight is None:  # the hot path
+            key = (op, clamp, engine, policy)
+            runner = _runners.get(key)
+            if runner is None:
+                runner = _make(key, op, ("x",), ("*t f!",), {"clamp": clamp}, engine, policy, _Y)
+            return runner(x)
+        inputs = (("x", "*t f!", x), ("row_weight", "*t", row_weight))
+        return _call(op, (("clamp", clamp),), inputs, engine, policy, _Y)
+
+    function.__name__ = function.__qualname__ = op
+    function.__doc__ = doc
+    return function
+
+
+swiglu = _activation("swiglu", """``silu(gate) * up`` of ``gate_up`` [..., 2f] = [gate, up] -> [..., f].
+
+    ``clamp`` c: gate to at most c, up to [-c, c], before the product. ``row_weight`` [...]: scales each row.""")
+geglu = _activation("geglu", "``gelu(gate) * up`` (exact gelu) of ``gate_up`` [..., 2f] -> [..., f]; options as for swiglu.")
+gelu = _activation("gelu", "Exact gelu of ``x``; ``clamp`` limits x from above, ``row_weight`` [...] scales each row.")
+squared_relu = _activation("squared_relu", "``relu(x) ** 2``; options as for gelu.")  # fmt: skip
+
+
+def bias_dropout_add(x: Tensor, residual: Tensor, *, bias: Tensor | None = None, p: float = 0.0,
+                     rng: tuple[Tensor, Tensor] | None = None, engine: str | None = None,
+                     policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """``residual + dropout(x + bias, p)``: x, residual [..., n], bias [n]. ``rng`` = (seed, offset), int64 tensors of one
+    element: the mask is a pure function of them and of the element's index."""
+    seed, offset = rng if rng is not None else (None, None)
+    inputs = (("x", "*t n!", x), ("residual", "*t n!", residual), ("bias", "n!", bias), ("seed", "*i", seed), ("offset", "*i", offset))
+    return _call("bias_dropout_add", (("p", p),), inputs, engine, policy, _Y)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, engine: str | None = None,
+                  policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """Loss per token, float32: ``logits`` [..., classes], ``targets`` [...] int32 or int64 -> [...]. Targets equal to
+    ``ignore_index`` give 0 and no gradient."""
+    if (settings().check or not targets.is_cuda) and targets.numel():
+        kept = targets[targets != ignore_index]
+        if kept.numel() and (int(kept.min()) < 0 or int(kept.max()) >= logits.shape[-1]):
+            raise ValueError(f"cross_entropy: targets span {int(kept.min())} .. {int(kept.max())}: must lie in "
+                             f"[0, {logits.shape[-1]}) or equal ignore_index = {ignore_index}")  # fmt: skip
+    inputs = (("logits", "*t v!", logits), ("targets", "*t", targets))
+    return _call("cross_entropy", (("ignore_index", ignore_index),), inputs, engine, policy, ("loss",))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[int | None, int | None] = (None, None),
+              sink: Tensor | None = None, softmax_scale: float | None = None, cu_seqlens_q: Tensor | None = None,
+              cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+              return_lse: bool = False, rng: tuple[Tensor, Tensor] | None = None, dropout: float = 0.0,
+              mask: Tensor | None = None, layout: str | None = None, engine: str | None = None,
+              policy: Policy | str | None = None):  # fmt: skip
+    """Softmax attention with grouped heads: ``out``, or ``(out, lse)`` with ``return_lse``.
+
+    ``q`` [b, sq, hq, d], ``k`` [b, sk, hk, d], ``v`` [b, sk, hk, dv], hq a multiple of hk -> out [b, sq, hq, dv], lse float32
+    [b, hq, sq] (natural log). Packed: q [tq, hq, d], k, v [tk, hk, ...] with ``cu_seqlens_q/k`` (int32, [n + 1], from 0,
+    non-decreasing) -> lse [hq, tq]; ``max_seqlen_q/k``: longest segments, for kernels; unset, the token counts serve.
+    ``layout="sbhd"``: sequence first. Causal is bottom-right aligned; ``window`` (L, R) keeps keys
+    i + sk - sq - L ... i + sk - sq + R, None open. ``sink`` [hq] adds one logit per head to the denominator; the LSE includes
+    it. A row that sees no key gives 0 and LSE -inf (the sink, with one). ``mask``: bool [1 or b, 1 or h, sq, sk], True hides.
+    ``dropout`` with ``rng`` = (seed, offset). Gradients flow from out and lse into q, k, v and sink. ``softmax_scale``:
+    default 1 / sqrt(d).
+    """
+    layout = layout or ("thd" if q.dim() == 3 else "bshd")
+    if rng is not None and dropout == 0.0:
+        raise ValueError("attention: rng is given but dropout = 0.0: it would be ignored; pass dropout= or drop rng=")
+    if layout == "thd":
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            raise ValueError("attention: packed inputs [t, h, d] need cu_seqlens_q and cu_seqlens_k; for one batch use [b, s, h, d]")
+        _check_cu_seqlens("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
+        _check_cu_seqlens("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            raise ValueError(f"attention: cu_seqlens_q has {cu_seqlens_q.numel()} entries, cu_seqlens_k {cu_seqlens_k.numel()}: must be equal")
+        patterns = ("tq h! d!", "tq g! d!", "tq g! e!")
+    elif cu_seqlens_q is not None or cu_seqlens_k is not None or max_seqlen_q is not None or max_seqlen_k is not None:
+        raise ValueError(f"attention: cu_seqlens / max_seqlen with layout {layout!r}: they belong to packed inputs [t, h, d]")
+    else:
+        patterns = ("s b h! d!", "s b g! d!", "s b g! e!") if layout == "sbhd" else ("b s h! d!", "b s g! d!", "b s g! e!")
+    attrs = (("layout", layout), ("causal", bool(causal)), ("window", tuple(window)), ("scale", softmax_scale), ("dropout", dropout),
+             ("max_seqlen_q", bucket(max_seqlen_q) if max_seqlen_q else None),
+             ("max_seqlen_k", bucket(max_seqlen_k) if max_seqlen_k else None))  # fmt: skip
+    seed, offset = rng if rng is not None else (None, None)
+    inputs = (
+        ("q", patterns[0], q), ("k", patterns[1], k), ("v", patterns[2], v), ("sink", "h!", sink),
+        ("cu_seqlens_q", "n", cu_seqlens_q), ("cu_seqlens_k", "n", cu_seqlens_k), ("mask", "b h! s s", mask),
+        ("seed", "*i", seed), ("offset", "*i", offset),
+    )  # fmt: skip
+    return _call("sdpa", attrs, inputs, engine, policy, ("out", "lse") if return_lse else ("out",))
+
+
+def _check_cu_seqlens(side: str, cu: Tensor, tokens: int, longest: int | None) -> None:
+    """Values are read where that costs no host sync: on a CPU, or with LAYERPLAN_CHECK=1."""
+    name = f"cu_seqlens_{side}"
+    if cu.dim() != 1 or cu.numel() < 1:
+        raise ValueError(f"attention: {name} has shape {list(cu.shape)}: must be a vector of at least one entry, starting at 0")
+    if cu.is_cuda and not settings().check:
+        return
+    values = cu.tolist()
+    if values[0] != 0:
+        raise ValueError(f"attention: {name}[0] = {values[0]}: must be 0; prepend a 0 to the cumulative lengths")
+    for i, (a, b) in enumerate(zip(values, values[1:], strict=False)):
+        if b < a:
+            raise ValueError(f"attention: {name}[{i + 1}] = {b} after {a}: must not decrease; pass cumulative ends, not lengths")
+        if longest is not None and b - a > longest:
+            raise ValueError(f"attention: segment {i} of {name} has {b - a} tokens: longer than max_seqlen_{side} = {longest}")
+    if values[-1] > tokens:
+        raise ValueError(f"attention: {name}[-1] = {values[-1]}: beyond the tensor's {tokens} tokens")

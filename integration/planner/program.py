@@ -1,0 +1,234 @@
+"""From a planned graph to a Python function: straight-line code over compiled regions.
+
+Collectives are issued asynchronously where their input is ready and waited for before their first reader, so that the
+all-gather of a weight gradient's input and the reduce-scatter of a data gradient run beside the products.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..engines.arch import Arch
+from ..engines.contract import BuildContext
+from ..engines.manifest import BY_ID
+from ..graph.ir import Graph
+from ..graph.ops.table import op_table
+from .planner import GraphPlan, PlannedRegion
+from .policy import Policy
+
+log = logging.getLogger("layerplan")
+
+
+class ReferenceFallback(UserWarning):
+    """A reference runs on a GPU because no kernel would take the region."""
+
+
+_compiled: dict[tuple, Any] = {}
+_warned: set[str] = set()
+
+
+def compiled_launch(planned: PlannedRegion, arch: Arch) -> Any:
+    """The launch function of a planned region; built once per (region, engine, knobs, arch)."""
+    key = (planned.region.graph.signature(), planned.engine, planned.offer.knobs, arch.name)
+    launch = _compiled.get(key)
+    if launch is None:
+        engine = BY_ID[planned.engine].load()
+        launch = _compiled[key] = engine.build(BuildContext(planned.region, arch, planned.offer)).launch
+    return launch
+
+
+def warn_if_reference(planned: PlannedRegion, arch: Arch, policy: Policy, where: str) -> None:
+    """Under ``auto`` on a GPU, say once per op and set of reasons that a reference runs, why, and what it costs."""
+    if not arch.is_gpu or policy.mode != "auto" or policy.engine or not BY_ID[planned.engine].is_reference:
+        return
+    reasons = "; ".join(f"{c.engine}: {c.reason}" for c in planned.candidates if not c.chosen)
+    text = f"{'+'.join(planned.ops)}: {reasons}"
+    if text in _warned:
+        return
+    _warned.add(text)
+    flops, nbytes = planned.region.cost()
+    ideal = arch.roofline(flops, nbytes, planned.region.dtype())
+    warnings.warn(
+        f"layerplan: {where or 'ops'}: {'+'.join(planned.ops)} runs on its plain PyTorch reference on {arch.name}, about "
+        f"{planned.seconds * 1e6:.0f} us instead of {ideal * 1e6:.0f} us at the roofline. Why: {reasons}",
+        ReferenceFallback, stacklevel=5,
+    )  # fmt: skip
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+class _Pending:
+    __slots__ = ("out", "work")
+
+    def __init__(self, out: torch.Tensor, work: Any) -> None:
+        self.out, self.work = out, work
+
+
+def _finish(pending: _Pending) -> torch.Tensor:
+    if pending.work is not None:
+        pending.work.wait()
+    return pending.out
+
+
+def _collective(op: str, group: Any, size: int, in_place: bool):
+    """A function that issues the collective and returns what ``_finish`` takes."""
+    if size == 1 or op == "group_copy":
+        return lambda x: _Pending(x, None)
+    if op == "all_gather":
+
+        def start(x):
+            out = torch.empty((x.shape[0] * size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+            return _Pending(out, dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=True))
+
+    elif op == "reduce_scatter":
+
+        def start(x):
+            if x.shape[0] % size:
+                raise ValueError(f"reduce_scatter: dim 0 = {x.shape[0]} must divide by the group's size {size}; pad the sequence")
+            out = torch.empty((x.shape[0] // size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+            return _Pending(out, dist.reduce_scatter_tensor(out, x.contiguous(), group=group, async_op=True))
+
+    else:
+
+        def start(x):
+            out = x if in_place and x.is_contiguous() else x.contiguous().clone()
+            return _Pending(out, dist.all_reduce(out, group=group, async_op=True))
+
+    return start
+
+
+# ---- code generation -------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes one function over a part of a plan's regions."""
+
+    def __init__(self, graph: Graph, arch: Arch, groups: Mapping[str, Any]) -> None:
+        self.graph, self.arch, self.groups = graph, arch, groups
+        self.names: dict[str, str] = {}
+        self.env: dict[str, Any] = {"_finish": _finish}
+        self.lines: list[str] = []
+
+    def name(self, value: str) -> str:
+        return self.names.setdefault(value, f"a{len(self.names)}")
+
+    def body(self, regions: Iterable[PlannedRegion], keep: set[str], given: set[str]) -> None:
+        """Calls in order; values outside ``keep`` and ``given`` are dropped after their last reader."""
+        regions = list(regions)
+        last: dict[str, int] = {}
+        for i, r in enumerate(regions):
+            for v in (*r.region.graph.inputs, *r.region.graph.outputs):
+                last[v] = i
+        pending: set[str] = set()
+        for i, r in enumerate(regions):
+            g = r.region.graph
+            for v in g.inputs:
+                self._wait(v, pending)
+            if r.engine == "runner":
+                self._issue(r, i, pending)
+            else:
+                self.env[f"r{i}"] = compiled_launch(r, self.arch)
+                targets = ", ".join(self.name(v) for v in g.outputs)
+                self.lines.append(f"{targets} = r{i}({', '.join(self.name(v) for v in g.inputs)})")
+            dead = [v for v, k in last.items() if k == i and v not in keep and v not in given and v not in pending]
+            if dead:
+                self.lines.append(f"del {', '.join(self.name(v) for v in dead)}")
+        for v in sorted(pending):
+            if v in keep:
+                self._wait(v, pending)
+
+    def _wait(self, value: str, pending: set[str]) -> None:
+        if value in pending:
+            pending.discard(value)
+            self.lines.append(f"{self.name(value)} = _finish({self.name(value)})")
+
+    def _issue(self, r: PlannedRegion, i: int, pending: set[str]) -> None:
+        node = r.region.node
+        source, target = node.input("x"), node.output("y")
+        size, symbol = node.attr("size"), node.attr("group")
+        if size > 1 and symbol not in self.groups:
+            raise ValueError(f"collective {node.op}: no process group for symbol {symbol!r}; known: {sorted(self.groups)}")
+        # the source may be overwritten only if this node alone reads it and the graph made it
+        maker = self.graph.producer(source)
+        alone = (maker is not None and not op_table()[maker.op].aliases and len(self.graph.consumers(source)) == 1
+                 and source not in self.graph.outputs)  # fmt: skip
+        self.env[f"c{i}"] = _collective(node.op, self.groups.get(symbol), size, alone)
+        self.lines.append(f"{self.name(target)} = c{i}({self.name(source)})")
+        pending.add(target)
+
+    def function(self, header: list[str], tail: str, arguments: str):
+        source = "\n    ".join([f"def program({arguments}):", *header, *self.lines, tail])
+        code = compile(source, "<layerplan plan>", "exec")
+        exec(code, self.env)  # the text above is made of generated names alone
+        return self.env["program"], source
+
+
+def _tuple(names: Iterable[str]) -> str:
+    names = list(names)
+    return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
+
+
+def forward_program(part: GraphPlan, arch: Arch, num_outputs: int, saved: tuple[str, ...], groups: Mapping[str, Any]):
+    """``program(*inputs) -> (outputs, saved)``, both tuples."""
+    graph = part.graph
+    w = _Writer(graph, arch, groups)
+    inputs = [w.name(v) for v in graph.inputs]
+    outputs = graph.outputs[:num_outputs]
+    w.body(part.regions, set(outputs) | set(saved), set(graph.inputs))
+    tail = f"return {_tuple(w.name(v) for v in outputs)}, {_tuple(w.name(v) for v in saved)}"
+    return w.function([], tail, ", ".join(inputs))[0]
+
+
+class BackwardProgram:
+    """``data(saved, grads, extra) -> (gradients, carry)`` and, where weight gradients are deferred,
+    ``weight(carry) -> deferred gradients``. ``deferred`` lists the positions that ``weight`` fills."""
+
+    def __init__(self, part: GraphPlan, arch: Arch, num_saved: int, num_grads: int, results: tuple[str | None, ...],
+                 deferred: tuple[int, ...], groups: Mapping[str, Any]) -> None:  # fmt: skip
+        graph = part.graph
+        self.deferred = deferred
+        now = [None if i in deferred else v for i, v in enumerate(results)]
+        late = self._late(part, {v for v in now if v is not None}) if deferred else []
+        early = [r for r in part.regions if r not in late]
+        made_late = {v for r in late for v in r.region.graph.outputs}
+        carry = [v for v in dict.fromkeys(v for r in late for v in r.region.graph.inputs) if v not in made_late]
+        # a deferred gradient that an early region already computes travels along
+        carry += [results[i] for i in deferred if results[i] is not None and results[i] not in made_late and results[i] not in carry]
+        w = _Writer(graph, arch, groups)
+        header = []
+        for label, values in (
+            ("saved", graph.inputs[:num_saved]),
+            ("grads", graph.inputs[num_saved : num_saved + num_grads]),
+            ("extra", graph.inputs[num_saved + num_grads :]),
+        ):
+            if values:
+                header.append(f"{_tuple(w.name(v) for v in values)} = {label}")
+        w.body(early, {v for v in now if v} | set(carry), set(graph.inputs))
+        returned = _tuple("None" if v is None else w.name(v) for v in now)
+        self.data, self.source = w.function(header, f"return {returned}, {_tuple(w.name(v) for v in carry)}", "saved, grads, extra")
+        self.weight = None
+        if deferred:
+            w2 = _Writer(graph, arch, groups)
+            header = [f"{_tuple(w2.name(v) for v in carry)} = carry"] if carry else []
+            outs = [results[i] for i in deferred]
+            w2.body(late, {v for v in outs if v}, set(graph.inputs) | set(carry))
+            tail = f"return {_tuple('None' if v is None else w2.name(v) for v in outs)}"
+            self.weight, _ = w2.function(header, tail, "carry")
+
+    @staticmethod
+    def _late(part: GraphPlan, needed: set[str]) -> list[PlannedRegion]:
+        """Regions that nothing in ``needed`` depends on."""
+        needed, late = set(needed), []
+        for r in reversed(part.regions):
+            if any(v in needed for v in r.region.graph.outputs):
+                needed.update(r.region.graph.inputs)
+            else:
+                late.append(r)
+        return late[::-1]

@@ -1,0 +1,313 @@
+"""The autograd Function that runs plans, and the table from tensor metadata to plans in front of it.
+
+On a hit a call costs one key, one dict access and the Function; everything else (validation, planning, building) happens
+once per key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..engines.arch import Arch
+from ..graph.autodiff import differentiate
+from ..graph.ir import Graph, GraphError
+from .planner import Plan, PlannedRegion, plan
+from .policy import Policy
+from .program import BackwardProgram, forward_program, warn_if_reference
+
+_grad_enabled = torch.is_grad_enabled
+_plans: dict[tuple, Plan] = {}
+
+
+def cached_plan(graph: Graph, arch: Arch, policy: Policy, **options: Any) -> Plan:
+    """``planner.plan``, once per distinct graph, shape class and options."""
+    hints = tuple(d.hint for d in graph.dims())
+    pins = options.pop("pins", None)
+    key = (graph.signature(), hints, arch.name, policy, tuple(sorted(options.items())), id(pins))
+    found = _plans.get(key)
+    if found is None or found.forward.graph.inputs != graph.inputs:
+        found = _plans[key] = plan(graph, arch, policy, pins=pins, **options)
+    return found
+
+
+class WeightGrads:
+    """Where a module wants the gradients of its weights.
+
+    ``params`` maps input positions to parameters. With ``fuse`` a gradient is added in place to ``param.main_grad``
+    (only if the parameter has it and ``grad_added_to_main_grad``), the flag is set and a dummy gradient is returned:
+    zeros if the parameter's ``zero_out_wgrad`` says so. With ``defer`` weight gradients wait for ``run_deferred``.
+    """
+
+    def __init__(self, params: Mapping[int, torch.nn.Parameter], *, fuse: bool = False, defer: bool = False) -> None:
+        self.params, self.fuse, self.defer = dict(params), fuse, defer
+        self._queue: list[Callable[[], None]] = []
+
+    def fused_positions(self) -> tuple[int, ...]:
+        if not self.fuse:
+            return ()
+        return tuple(
+            i for i, p in self.params.items()
+            if p.requires_grad and getattr(p, "main_grad", None) is not None and hasattr(p, "grad_added_to_main_grad")
+        )  # fmt: skip
+
+    def dummy(self, position: int) -> torch.Tensor:
+        p = self.params[position]
+        p.grad_added_to_main_grad = True
+        make = torch.zeros if getattr(p, "zero_out_wgrad", False) else torch.empty
+        return make(p.shape, dtype=p.dtype, device=p.device)
+
+    def push(self, job: Callable[[], None]) -> None:
+        self._queue.append(job)
+
+    def run_deferred(self) -> bool:
+        """Run the oldest deferred weight gradient (one micro-batch); False where none waits."""
+        if not self._queue:
+            return False
+        self._queue.pop(0)()
+        return True
+
+    def deposit(self, position: int, grad: torch.Tensor | None) -> None:
+        """Hand a deferred, unfused gradient to its parameter."""
+        p = self.params[position]
+        if grad is not None:
+            p.grad = grad if p.grad is None else p.grad + grad
+
+
+class Entry:
+    """A plan for one key, with its programs. Built once; ``forward`` and ``backward`` are the hot paths."""
+
+    __slots__ = ("_backward", "_groups", "_owner", "_recompute", "arch", "differentiable", "forward", "graph", "needs",
+                 "non_differentiable", "num_outputs", "plan", "saved", "single")  # fmt: skip
+
+    def __init__(self, owner: Runner, graph: Graph, arch: Arch, needs: tuple[bool, ...]) -> None:
+        self._owner, self.graph, self.arch, self.needs = owner, graph, arch, needs
+        self._recompute = owner.recompute
+        self.differentiable = any(needs)
+        # a training module's first pass of full recompute runs under no_grad: it plans as if everything needed a gradient
+        planned_for = needs if self.differentiable or not owner.training else tuple(graph.specs[v].is_float for v in graph.inputs)
+        self.plan = cached_plan(graph, arch, owner.policy, needs_grad=planned_for, recompute=owner.recompute)
+        self.num_outputs, self.single = len(graph.outputs), len(graph.outputs) == 1
+        derived = self.plan.derived
+        self.saved = derived.saved if derived and self.differentiable else ()
+        for r in self.plan.forward.regions:
+            if r.engine != "runner":
+                warn_if_reference(r, arch, owner.policy, owner.name)
+        self.forward = forward_program(self.plan.forward, arch, self.num_outputs, self.saved, owner.groups)
+        active = set(derived.grad_outputs) if derived else set()
+        self.non_differentiable = tuple(i for i in range(self.num_outputs) if i not in active) if self.differentiable else ()
+        self._backward: dict[tuple, tuple] = {}
+
+    def backward(self, sink: WeightGrads | None, saved: tuple, grads: tuple) -> tuple:
+        given = (True,) if self.single else tuple(g is not None for g in grads)
+        fused = sink.fused_positions() if sink is not None else ()
+        key = (given, fused, sink is not None and sink.defer)
+        variant = self._backward.get(key)
+        if variant is None:
+            variant = self._backward[key] = self._build_backward(given, fused, key[2])
+        program, pick, fill, fused, picked_saved = variant
+        if fill:
+            grads, sizes = list(grads), self._sizes(saved, grads)
+            device = next(g.device for g in grads if g is not None)
+            for i, spec in fill:
+                shape = [d if isinstance(d, int) else sizes[d.name] for d in spec.shape]
+                grads[i] = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+        grads = tuple(grads[i] for i in pick)
+        if picked_saved is not None:
+            saved = tuple(saved[i] for i in picked_saved)
+        extra = tuple(sink.params[i].main_grad for i in fused) if fused else ()
+        results, carry = program.data(saved, grads, extra)
+        if program.weight is not None:
+            self._defer(sink, program, carry, fused)
+            fused = tuple(i for i in fused if i not in program.deferred)
+        if fused:
+            results = list(results)
+            for i in fused:
+                results[i] = sink.dummy(i)
+        return results
+
+    def _defer(self, sink: WeightGrads, program: BackwardProgram, carry: tuple, fused: tuple[int, ...]) -> None:
+        def job() -> None:
+            with torch.no_grad():
+                for i, grad in zip(program.deferred, program.weight(carry), strict=True):
+                    if i in fused:
+                        sink.params[i].grad_added_to_main_grad = True
+                        sink.params[i].grad = sink.dummy(i) if sink.params[i].grad is None else sink.params[i].grad
+                    else:
+                        sink.deposit(i, grad)
+
+        sink.push(job)
+
+    def _build_backward(self, given: tuple[bool, ...], fused: tuple[int, ...], defer: bool):
+        default = self.plan.derived
+        positions = tuple(i for i in default.grad_outputs if given[i])
+        part, fill, picked = default, (), None
+        if positions != default.grad_outputs:
+            # what arrives differs from what was saved for: use the smaller backward if its reads are saved
+            part = differentiate(self.graph, self.needs, positions, self._recompute)
+            if set(part.saved) <= set(self.saved):
+                picked = tuple(self.saved.index(v) for v in part.saved)
+            else:  # reads something that was not saved: feed zeros to the whole backward instead
+                part = default
+                fill = tuple((i, self.graph.specs[self.graph.outputs[i]]) for i in default.grad_outputs if not given[i])
+        graph, results, fused = _accumulate(part.backward, part.grads, fused)
+        deferred = ()
+        if defer:
+            wgrads = {v for n in graph.nodes if n.op == "linear_wgrad" for _, v in n.outputs}
+            deferred = tuple(i for i, v in enumerate(results) if v in wgrads)
+        planned = _cover_backward(graph, self.arch, self._owner.policy)
+        for r in planned.regions:
+            if r.engine != "runner":
+                warn_if_reference(r, self.arch, self._owner.policy, self._owner.name)
+        program = BackwardProgram(planned, self.arch, len(part.saved), len(part.grad_outputs), results, deferred, self._owner.groups)
+        return program, part.grad_outputs, fill, fused, picked
+
+    def _sizes(self, saved: tuple, grads: list) -> dict[str, int]:
+        """The symbolic dims' sizes, from what is saved and what arrives."""
+        derived, sizes = self.plan.derived, {}
+        known = [*zip(self.saved, saved, strict=True), *zip(derived.forward.outputs, grads, strict=False)]
+        for v, t in known:
+            if t is not None:
+                for d, s in zip(derived.forward.specs[v].shape, t.shape, strict=True):
+                    if not isinstance(d, int):
+                        sizes[d.name] = s
+        return sizes
+
+
+_backward_plans: dict[tuple, Any] = {}
+
+
+def _cover_backward(graph: Graph, arch: Arch, policy: Policy):
+    key = (graph.signature(), tuple(d.hint for d in graph.dims()), arch.name, policy)
+    found = _backward_plans.get(key)
+    if found is None or found.graph.inputs != graph.inputs or found.graph.outputs != graph.outputs:
+        found = _backward_plans[key] = plan(graph, arch, policy).forward
+    return found
+
+
+def _accumulate(graph: Graph, grads: tuple[str | None, ...], fused: tuple[int, ...]):
+    """Let the weight gradients at ``fused`` positions add into an extra input. A gradient that is not one product (a
+    weight used twice, a norm's gamma) is left as it is and returned as usual."""
+    nodes, inputs, specs, done = list(graph.nodes), list(graph.inputs), dict(graph.specs), []
+    for i in fused:
+        value = grads[i]
+        at = next((k for k, n in enumerate(nodes) if n.op == "linear_wgrad" and n.output("dweight") == value), None)
+        if at is None or graph.consumers(value) or sum(g == value for g in grads) > 1:
+            continue
+        name = f"main_grad{i}"
+        spec = dataclasses.replace(specs[value], dtype="float32")
+        nodes[at] = dataclasses.replace(nodes[at], inputs=(*nodes[at].inputs, ("accumulate", name)))
+        inputs.append(name)
+        specs[name] = specs[value] = spec
+        done.append(i)
+    if not done:
+        return graph, grads, ()
+    return dataclasses.replace(graph, nodes=tuple(nodes), inputs=tuple(inputs), specs=specs), grads, tuple(done)
+
+
+class _PlanFunction(torch.autograd.Function):
+    # old style: setup_context costs 14 us more a call
+    @staticmethod
+    def forward(ctx, entry: Entry, sink: WeightGrads | None, *tensors: torch.Tensor):
+        outputs, saved = entry.forward(*tensors)
+        ctx.save_for_backward(*saved)
+        ctx.entry, ctx.sink = entry, sink
+        if entry.single:
+            return outputs[0]
+        ctx.set_materialize_grads(False)
+        if entry.non_differentiable:
+            ctx.mark_non_differentiable(*(outputs[i] for i in entry.non_differentiable))
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        if _grad_enabled():
+            raise RuntimeError("layerplan: double backward (create_graph=True) is not offered; its backward ops have no gradient")
+        return (None, None, *ctx.entry.backward(ctx.sink, ctx.saved_tensors, grads))
+
+
+# Function.apply looks for functorch transforms and a setup_context on every call; this is what it calls in the end
+_apply = super(torch.autograd.Function, _PlanFunction).apply
+
+
+@functools.cache
+def _key_function(arity: int):
+    """key(a, b, ...): what of the tensors' metadata a plan may depend on."""
+    names = [f"t{i}" for i in range(arity)]
+    items = ", ".join(f"{n}.shape, {n}.dtype, {n}.get_device(), {n}.requires_grad" for n in names)
+    return eval(f"lambda {', '.join(names)}: ({items},)")  # generated from an int
+
+
+class Runner:
+    """Runs one family of graphs: ``build(*tensors)`` makes the graph (and checks the inputs) for a new key.
+
+    ``names`` are the inputs' names, for messages. ``training`` plans as a module in training does: the forward's engines
+    do not depend on grad mode. ``recompute`` is the save policy; ``groups`` maps group symbols to process groups.
+    """
+
+    def __init__(self, build: Callable[..., Graph], names: tuple[str, ...], *, policy: Policy, name: str = "",
+                 training: bool = False, recompute: frozenset[str] = frozenset(),
+                 groups: Mapping[str, Any] | None = None) -> None:  # fmt: skip
+        self.build, self.names, self.policy, self.name = build, names, policy, name
+        self.training, self.recompute, self.groups = training, recompute, dict(groups or {})
+        self.entries: dict[tuple, Entry] = {}
+        self._key = _key_function(len(names))
+
+    def __call__(self, *tensors: torch.Tensor, sink: WeightGrads | None = None):
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_compile(self, tensors, sink)
+        try:
+            entry = self.entries.get(self._key(*tensors))
+        except (AttributeError, TypeError):
+            self._refuse_types(tensors)
+            raise
+        if entry is None:
+            entry = self._miss(tensors)
+        if entry.differentiable and _grad_enabled():
+            return _apply(entry, sink, *tensors)
+        outputs = entry.forward(*tensors)[0]
+        return outputs[0] if entry.single else outputs
+
+    def _miss(self, tensors: tuple[torch.Tensor, ...]) -> Entry:
+        devices = {n: t.device for n, t in zip(self.names, tensors, strict=True)}
+        if len(set(devices.values())) > 1:
+            listed = ", ".join(f"{n} on {d}" for n, d in devices.items())
+            raise ValueError(f"{self.name or 'layerplan'}: device: all tensors must be on one device, got {listed}; move them with .to()")
+        index = tensors[0].get_device()
+        try:
+            arch = Arch.of_device(index)
+            graph = self.build(*tensors)
+            needs = tuple(t.requires_grad for t in tensors)
+            entry = Entry(self, graph, arch, needs)
+        except GraphError as error:
+            shapes = ", ".join(f"{n}: {list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+                               for n, t in zip(self.names, tensors, strict=True))  # fmt: skip
+            raise type(error)(f"{error}\n  called with {shapes}") from None
+        self.entries[self._key(*tensors)] = entry
+        return entry
+
+    def _refuse_types(self, tensors: tuple) -> None:
+        if len(tensors) != len(self.names):
+            raise TypeError(f"{self.name}: takes {len(self.names)} tensors ({', '.join(self.names)}), got {len(tensors)}")
+        for n, t in zip(self.names, tensors, strict=True):
+            if not isinstance(t, torch.Tensor):
+                raise TypeError(f"{self.name}: {n} = {type(t).__name__}: must be a torch.Tensor")
+
+    def regions(self) -> list[tuple[str, PlannedRegion]]:
+        """(pass, region) of every plan that this runner has run."""
+        rows = []
+        for entry in self.entries.values():
+            rows += [("forward", r) for r in entry.plan.forward.regions]
+            rows += [("backward", r) for r in entry.plan.backward.regions] if entry.plan.backward else []
+        return rows
+
+
+@torch.compiler.disable
+def _outside_compile(runner: Runner, tensors, sink):
+    """One clean graph break under torch.compile."""
+    return Runner.__call__(runner, *tensors, sink=sink)
+

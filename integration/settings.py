@@ -1,0 +1,74 @@
+"""Every environment variable that layerplan reads, typed, read once. No other file reads LAYERPLAN_* variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+POLICIES = ("auto", "strict", "reference")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+VARIABLES = {
+    "LAYERPLAN_CHECK": "check device-side indices, offsets and outputs; costs host syncs",
+    "LAYERPLAN_POLICY": "default planning policy: auto, strict or reference",
+    "LAYERPLAN_DETERMINISTIC": "decline engines whose results may differ between runs",
+    "LAYERPLAN_CACHE_DIR": "folder of compiled kernels and records",
+    "LAYERPLAN_LOG": "log level: debug, info, warning or error",
+}
+
+
+class SettingsError(ValueError):
+    """An environment variable with a value or a name that layerplan does not know."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    check: bool = False
+    policy: str = "auto"
+    deterministic: bool = False
+    cache_dir: Path = Path.home() / ".cache" / "layerplan"
+    log: str = "warning"
+
+    @staticmethod
+    def from_env(env: Mapping[str, str]) -> Settings:
+        """Settings from a mapping of variables; all problems in one SettingsError."""
+        problems: list[str] = []
+        for name in env:
+            if name.startswith("LAYERPLAN_") and name not in VARIABLES:
+                close = difflib.get_close_matches(name, VARIABLES, 1)
+                hint = f"; did you mean {close[0]}?" if close else f"; known: {', '.join(VARIABLES)}"
+                problems.append(f"{name} = {env[name]!r}: no such variable{hint}")
+
+        def choice(name: str, allowed: tuple[str, ...], default: str) -> str:
+            value = env.get(name, default).lower()
+            if value not in allowed:
+                problems.append(f"{name} = {env[name]!r}: must be one of {', '.join(allowed)}")
+            return value
+
+        def flag(name: str) -> bool:
+            value = env.get(name, "").lower()
+            if value not in (*_TRUE, *_FALSE):
+                problems.append(f"{name} = {env[name]!r}: must be one of {', '.join((*_TRUE, *_FALSE[1:]))}")
+            return value in _TRUE
+
+        made = Settings(
+            check=flag("LAYERPLAN_CHECK"),
+            policy=choice("LAYERPLAN_POLICY", POLICIES, "auto"),
+            deterministic=flag("LAYERPLAN_DETERMINISTIC"),
+            cache_dir=Path(env.get("LAYERPLAN_CACHE_DIR") or Settings.cache_dir).expanduser(),
+            log=choice("LAYERPLAN_LOG", LOG_LEVELS, "warning"),
+        )
+        if problems:
+            raise SettingsError("\n".join(problems))
+        return made
+
+
+@functools.cache
+def settings() -> Settings:
+    """The process's settings, read from the environment on first use."""
+    return Settings.from_env(os.environ)

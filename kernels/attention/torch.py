@@ -1,0 +1,249 @@
+"""SDPA kernels that ship with torch: cuDNN, FlashAttention-2 and the blocked CPU kernel, called at the aten level.
+
+All of them return the LSE as a natural log; none of them has a gradient path from the LSE, a sink, or dropout that is a
+function of (seed, offset).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...integration.engines.arch import Arch
+from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
+from ...integration.graph.ops.attention import softmax_scale
+
+_aten = torch.ops.aten
+
+
+def _common_decline(region: Region) -> str | None:
+    """What none of torch's kernels can do."""
+    node = region.node
+    if node.attr("dropout") > 0:
+        return "dropout: draws its mask from generator state, not from (seed, offset)"
+    if region.spec("sink") is not None:
+        return "sink: no sink logit"
+    if region.spec("mask") is not None:
+        return "mask: takes no boolean mask"
+    if region.spec("dlse") is not None:
+        return "LSE gradient: its backward takes none"
+    return None
+
+
+def _square(region: Region) -> bool:
+    """Whether queries and keys are known to be equally many, so that both causal alignments agree."""
+    axis = 0 if region.node.attr("layout") == "sbhd" else 1
+    return region.spec("q").shape[axis] == region.spec("k").shape[axis]
+
+
+def _windowed(region: Region) -> bool:
+    return region.node.attr("window") != (None, None)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """The kernels honour any stride but the head dim's, which they take to be 1: such a tensor is copied."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _views(layout: str):
+    """Functions to a kernel's [b, h, s, d] view, without copies where the head dim is dense, and back."""
+    if layout == "bshd":
+        return (lambda x: _dense(x).transpose(1, 2)), (lambda x: x.transpose(1, 2))
+    return (lambda x: _dense(x).permute(1, 2, 0, 3)), (lambda x: x.permute(2, 0, 1, 3))
+
+
+class _Attention(Engine):
+    """Shared plumbing: ports by position and ``want``-ordered results."""
+
+    def build(self, ctx: BuildContext) -> CompiledRegion:
+        region, node = ctx.region, ctx.region.node
+        at = {p: region.graph.inputs.index(v) for p, v in node.inputs}
+        want = [p for p, _ in node.outputs]
+        attrs = node.attributes
+        attrs["scale"] = softmax_scale(attrs, region.spec("q").shape[-1])
+        make = self.backward if node.op.endswith("_bwd") else self.forward
+        run = make(region, attrs)
+        if node.op == "sdpa":
+            order = [at[p] for p in ("q", "k", "v")] + [at[p] for p in ("cu_seqlens_q", "cu_seqlens_k") if p in at]
+            index = 0 if want == ["out"] else 1
+
+            def launch(*t):
+                result = run(*(t[i] for i in order))
+                return result[0] if index == 0 else result
+
+            return CompiledRegion(launch)
+        order = [at[p] for p in ("dout", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k") if p in at]
+        keep = [("dq", "dk", "dv").index(p) for p in want]
+
+        def launch_backward(*t):
+            grads = run(*(t[i] for i in order))
+            return grads[keep[0]] if len(keep) == 1 else tuple(grads[i] for i in keep)
+
+        return CompiledRegion(launch_backward)
+
+    def forward(self, region: Region, attrs):
+        raise NotImplementedError
+
+    def backward(self, region: Region, attrs):
+        raise NotImplementedError
+
+
+class CudnnAttention(_Attention):
+    id = "attention/torch_cudnn"
+
+    def match(self, region: Region, arch: Arch) -> Offer | Decline:
+        reason = _common_decline(region)
+        if reason:
+            return Decline(reason)
+        if region.spec("q").dtype not in ("bfloat16", "float16"):
+            return Decline(f"dtype {region.spec('q').dtype}: bfloat16 and float16 only")
+        if region.node.attr("layout") == "thd":
+            return Decline("packed sequences: not through torch's cuDNN entry")
+        if _windowed(region):
+            return Decline("window: not through torch's cuDNN entry")
+        if region.node.attr("causal") and not _square(region):
+            return Decline("causal with Sq != Sk: top-left aligned, not bottom-right")
+        d, dv = region.spec("q").shape[-1], region.spec("v").shape[-1]
+        limit = 256 if arch.capability >= (9, 0) and arch.capability < (12, 0) else 128
+        if d % 8 or dv % 8 or d > limit or dv > limit:
+            return Decline(f"head dims {d}/{dv}: multiples of 8 up to {limit}")
+        if region.node.op == "sdpa_bwd":
+            return Offer(efficiency=0.5, launches=3, deterministic=False, ahead_of_time=True)
+        return Offer(efficiency=0.55, ahead_of_time=True)
+
+    def forward(self, region, attrs):
+        to, back = _views(attrs["layout"])
+        causal, scale = attrs["causal"], attrs["scale"]
+        op = _aten._scaled_dot_product_cudnn_attention.default
+
+        def run(q, k, v):
+            r = op(to(q), to(k), to(v), None, True, 0.0, causal, False, scale=scale)
+            return back(r[0]), r[1].squeeze(-1)
+
+        return run
+
+    def backward(self, region, attrs):
+        to, back = _views(attrs["layout"])
+        causal, scale = attrs["causal"], attrs["scale"]
+        op = _aten._scaled_dot_product_cudnn_attention_backward.default
+
+        def run(dout, q, k, v, out, lse):
+            q, k, v, out, dout = to(q), to(k), to(v), to(out), to(dout)
+            empty = torch.empty((), dtype=torch.int64, device=q.device)
+            grads = op(dout, q, k, v, out, lse.unsqueeze(-1), empty, empty, None, None, None,
+                       q.shape[2], k.shape[2], 0.0, causal, scale=scale)  # fmt: skip
+            return tuple(back(g) for g in grads)
+
+        return run
+
+
+class FlashAttention(_Attention):
+    id = "attention/torch_flash"
+
+    def match(self, region: Region, arch: Arch) -> Offer | Decline:
+        reason = _common_decline(region)
+        if reason:
+            return Decline(reason)
+        q, v = region.spec("q"), region.spec("v")
+        if q.dtype not in ("bfloat16", "float16"):
+            return Decline(f"dtype {q.dtype}: bfloat16 and float16 only")
+        if q.shape[-1] != v.shape[-1]:
+            return Decline(f"head dims {q.shape[-1]}/{v.shape[-1]}: keys and values must share one")
+        if q.shape[-1] % 8 or q.shape[-1] > 256:
+            return Decline(f"head dim {q.shape[-1]}: a multiple of 8 up to 256")
+        if region.node.op == "sdpa_bwd":
+            return Offer(efficiency=0.3, launches=3, deterministic=False, ahead_of_time=True)
+        return Offer(efficiency=0.35, ahead_of_time=True)
+
+    @staticmethod
+    def _view(layout: str):
+        if layout == "sbhd":
+            return (lambda x: _dense(x).transpose(0, 1)), (lambda x: x.transpose(0, 1))
+        return _dense, (lambda x: x)
+
+    def forward(self, region, attrs):
+        to, back = self._view(attrs["layout"])
+        causal, scale, (left, right) = attrs["causal"], attrs["scale"], attrs["window"]
+        longest = attrs["max_seqlen_q"], attrs["max_seqlen_k"]
+        op = _aten._flash_attention_forward.default
+        packed = attrs["layout"] == "thd"
+
+        def run(q, k, v, cu_q=None, cu_k=None):
+            q, k, v = to(q), to(k), to(v)
+            axis = 0 if packed else 1
+            mq = longest[0] if packed and longest[0] else q.shape[axis]
+            mk = longest[1] if packed and longest[1] else k.shape[axis]
+            r = op(q, k, v, cu_q, cu_k, mq, mk, 0.0, causal, False, scale=scale, window_size_left=left, window_size_right=right)
+            return back(r[0]), r[1]
+
+        return run
+
+    def backward(self, region, attrs):
+        to, back = self._view(attrs["layout"])
+        causal, scale, (left, right) = attrs["causal"], attrs["scale"], attrs["window"]
+        longest = attrs["max_seqlen_q"], attrs["max_seqlen_k"]
+        op = _aten._flash_attention_backward.default
+        packed = attrs["layout"] == "thd"
+
+        def run(dout, q, k, v, out, lse, cu_q=None, cu_k=None):
+            q, k, v, out, dout = to(q), to(k), to(v), to(out), to(dout)
+            axis = 0 if packed else 1
+            mq = longest[0] if packed and longest[0] else q.shape[axis]
+            mk = longest[1] if packed and longest[1] else k.shape[axis]
+            unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+            grads = op(dout.contiguous(), q, k, v, out, lse, cu_q, cu_k, mq, mk, 0.0, causal, unused, unused, scale=scale,
+                       window_size_left=left, window_size_right=right)  # fmt: skip
+            return tuple(back(g) for g in grads)
+
+        return run
+
+
+class CpuAttention(_Attention):
+    id = "attention/torch_cpu"
+
+    def match(self, region: Region, arch: Arch) -> Offer | Decline:
+        reason = _common_decline(region)
+        if reason:
+            return Decline(reason)
+        q, v = region.spec("q"), region.spec("v")
+        if region.node.attr("layout") == "thd":
+            return Decline("packed sequences: dense batches only")
+        if _windowed(region):
+            return Decline("window: none")
+        if q.shape[-1] != v.shape[-1]:
+            return Decline(f"head dims {q.shape[-1]}/{v.shape[-1]}: keys and values must share one")
+        if region.node.attr("causal") and not _square(region):
+            return Decline("causal with Sq != Sk: top-left aligned, not bottom-right")
+        return Offer(efficiency=0.5, ahead_of_time=True)
+
+    def forward(self, region, attrs):
+        to, back = _views(attrs["layout"])
+        causal, scale, groups = attrs["causal"], attrs["scale"], _groups(region)
+        op = _aten._scaled_dot_product_flash_attention_for_cpu.default
+
+        def run(q, k, v):
+            out, lse = op(to(q), _expand(to(k), groups), _expand(to(v), groups), 0.0, causal, scale=scale)
+            return back(out), lse
+
+        return run
+
+    def backward(self, region, attrs):
+        to, back = _views(attrs["layout"])
+        causal, scale, groups = attrs["causal"], attrs["scale"], _groups(region)
+        op = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+        def run(dout, q, k, v, out, lse):
+            k, v = _expand(to(k), groups), _expand(to(v), groups)
+            dq, dk, dv = op(to(dout), to(q), k, v, to(out), lse, 0.0, causal, scale=scale)
+            if groups > 1:
+                dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
+            return back(dq), back(dk), back(dv)
+
+        return run
+
+
+def _groups(region: Region) -> int:
+    return region.spec("q").shape[-2] // region.spec("k").shape[-2]
+
+
+def _expand(x: torch.Tensor, groups: int) -> torch.Tensor:
+    return x if groups == 1 else x.repeat_interleave(groups, 1)

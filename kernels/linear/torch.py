@@ -1,0 +1,65 @@
+"""cuBLAS (and oneDNN on a CPU) through aten."""
+
+from __future__ import annotations
+
+import torch
+
+from ...integration.engines.arch import Arch
+from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
+
+_mm = torch.ops.aten.mm.default
+_linear = torch.ops.aten.linear.default
+
+
+class TorchLinear(Engine):
+    id = "linear/torch"
+
+    def match(self, region: Region, arch: Arch) -> Offer | Decline:
+        if region.node.op == "linear_wgrad":
+            acc, dy = region.spec("accumulate"), region.spec("dy")
+            if acc is not None and acc.dtype not in ("float32", dy.dtype):
+                return Decline(f"accumulates into float32 or {dy.dtype}, not {acc.dtype}")
+        return Offer(efficiency=0.75, ahead_of_time=True)
+
+    def build(self, ctx: BuildContext) -> CompiledRegion:
+        region, op = ctx.region, ctx.region.node.op
+        if op == "linear":
+            return CompiledRegion(_linear)
+        if op == "linear_dgrad":
+            return CompiledRegion(_dgrad2d if region.spec("dy").rank == 2 else _dgrad)
+        acc = region.spec("accumulate")
+        if acc is None:
+            return CompiledRegion(_wgrad)
+        if acc.dtype == region.spec("dy").dtype:
+            return CompiledRegion(_wgrad_accumulate_same)
+        # cuBLAS adds the fp32 accumulator in its epilogue; the CPU has no such product
+        return CompiledRegion(_wgrad_accumulate_fp32 if ctx.arch.is_gpu else _wgrad_accumulate_two_steps)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _dgrad2d(dy, weight):
+    return _mm(dy, weight)
+
+
+def _dgrad(dy, weight):
+    return torch.matmul(dy, weight)
+
+
+def _wgrad(dy, x):
+    return _mm(_rows(dy).t(), _rows(x))
+
+
+def _wgrad_accumulate_same(dy, x, accumulate):
+    return accumulate.addmm_(_rows(dy).t(), _rows(x))
+
+
+def _wgrad_accumulate_fp32(dy, x, accumulate):
+    return torch.ops.aten.addmm.dtype_out(accumulate, _rows(dy).t(), _rows(x), torch.float32, out=accumulate)
+
+
+def _wgrad_accumulate_two_steps(dy, x, accumulate):
+    # the product of low-precision operands is rounded once only if it is made in float32
+    return accumulate.addmm_(_rows(dy).float().t(), _rows(x).float())

@@ -1,0 +1,111 @@
+"""PyTorch's native norms. A residual is added by a separate kernel in front; a zero-centred gamma costs a small add."""
+
+from __future__ import annotations
+
+import torch
+
+from ...integration.engines.arch import Arch
+from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
+
+_aten = torch.ops.aten
+
+
+class TorchNorm(Engine):
+    id = "norm/torch"
+
+    def match(self, region: Region, arch: Arch) -> Offer | Decline:
+        node, x = region.node, region.spec("x")
+        rms = node.op.startswith("rms")
+        if rms and not arch.is_gpu:
+            return Decline("aten has no native RMSNorm on a CPU")
+        weight = region.spec("weight")
+        if weight is not None and weight.dtype != x.dtype:
+            return Decline(f"aten wants weight ({weight.dtype}) and x ({x.dtype}) of one dtype")
+        if rms and (region.spec("bias") is not None or region.spec("dbias") is not None):
+            return Decline("aten's RMSNorm has no bias")
+        bias = region.spec("bias")
+        if not rms and bias is not None and (weight is None or bias.dtype != x.dtype):
+            return Decline("aten's LayerNorm wants a bias of x's dtype together with a weight")
+        if region.spec("dbias") is not None and (weight is None or region.spec("dbias").dtype != x.dtype):
+            return Decline("aten's LayerNorm gives a bias gradient of x's dtype, and only together with a weight")
+        if node.attr("zero_centered") and x.dtype != "float32":
+            return Decline("1 + gamma would be rounded to the weight's dtype before the product")
+        residual = region.spec("residual") is not None or region.spec("dresidual") is not None
+        if node.op.endswith("_bwd"):
+            return Offer(efficiency=0.35 if residual else 0.45, launches=2 + residual)
+        return Offer(efficiency=0.45 if residual else 0.75, launches=1 + residual)
+
+    def build(self, ctx: BuildContext) -> CompiledRegion:
+        node = ctx.region.node
+        make = _backward if node.op.endswith("_bwd") else _forward
+        return CompiledRegion(make(ctx.region, rms=node.op.startswith("rms")))
+
+
+def _positions(region: Region) -> dict[str, int]:
+    order = {v: i for i, v in enumerate(region.graph.inputs)}
+    return {p: order[v] for p, v in region.node.inputs}
+
+
+def _forward(region: Region, rms: bool):
+    node, at = region.node, _positions(region)
+    want, eps, zero = [p for p, _ in node.outputs], node.attr("eps"), node.attr("zero_centered")
+    shape = [region.spec("x").shape[-1]]
+    stat = torch.float64 if region.spec("x").dtype == "float64" else torch.float32
+    fused_rms, layer = _aten._fused_rms_norm.default, _aten.native_layer_norm.default
+    if rms and set(at) == {"x", "weight"} and not zero and want in (["y"], ["y", "rstd"]):
+        # the common case, without a dict on the hot path
+        if want == ["y"]:
+            return lambda x, w: fused_rms(x, shape, w, eps)[0]
+
+        def common(x, w):
+            y, rstd = fused_rms(x, shape, w, eps)
+            return y, rstd.squeeze(-1)
+
+        return common
+
+    def launch(*t):
+        x, w = t[at["x"]], t[at["weight"]] if "weight" in at else None
+        out = {}
+        if "residual" in at:
+            out["residual_out"] = x = x + t[at["residual"]]
+        if zero and w is not None:
+            w = w + 1
+        if rms:
+            out["y"], rstd = fused_rms(x, shape, w, eps)
+        else:
+            out["y"], mean, rstd = layer(x, shape, w, t[at["bias"]] if "bias" in at else None, eps)
+            out["mean"] = mean.squeeze(-1).to(stat)
+        out["rstd"] = rstd.squeeze(-1).to(stat)  # aten on a CPU gives them in the dtype of x
+        return out[want[0]] if len(want) == 1 else tuple(out[p] for p in want)
+
+    return launch
+
+
+def _backward(region: Region, rms: bool):
+    node, at = region.node, _positions(region)
+    want, zero = [p for p, _ in node.outputs], node.attr("zero_centered")
+    shape = [region.spec("x").shape[-1]]
+    has_w = "weight" in at
+    dbias = "dbias" in want
+
+    def launch(*t):
+        x, dy, rstd = t[at["x"]], t[at["dy"]], t[at["rstd"]].unsqueeze(-1)
+        w = t[at["weight"]] if has_w else None
+        if zero and w is not None:
+            w = w + 1
+        if rms:
+            dx, dw = _aten._fused_rms_norm_backward.default(dy, x, shape, rstd, w, ["dx" in want, "dweight" in want])
+            out = {"dx": dx, "dweight": dw}
+        else:
+            mean = t[at["mean"]].unsqueeze(-1)
+            if not x.is_cuda:  # on a CPU aten wants the statistics in the dtype of x
+                mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)
+            mask = ["dx" in want, "dweight" in want, dbias]
+            # aten reads the bias only to know that there is one
+            dx, dw, db = _aten.native_layer_norm_backward.default(dy, x, shape, mean, rstd, w, w if dbias else None, mask)
+            out = {"dx": dx, "dweight": dw, "dbias": db}
+        if "dresidual" in at and "dx" in want:
+            out["dx"] = out["dx"] + t[at["dresidual"]]
+        return out[want[0]] if len(want) == 1 else tuple(out[p] for p in want)
+
+    return launch

@@ -1,0 +1,26 @@
+"""Ops that PyTorch does as well as any kernel of their own: views, concatenation, one add, one sum."""
+
+from __future__ import annotations
+
+import torch
+
+from ...integration.engines.arch import Arch
+from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
+from ..reference.eager import reference_launch
+
+
+class TorchLayout(Engine):
+    id = "layout/torch"
+
+    def match(self, region: Region, arch: Arch) -> Offer | Decline:
+        return Offer(efficiency=0.8, ahead_of_time=True)
+
+    def build(self, ctx: BuildContext) -> CompiledRegion:
+        node = ctx.region.node
+        if node.op == "add":
+            return CompiledRegion(torch.add)
+        if node.op == "row_sum":
+            dtype = node.attr("dtype")
+            if dtype in (None, ctx.region.spec("x").dtype):  # aten accumulates in float32 inside
+                return CompiledRegion(lambda x: x.reshape(-1, x.shape[-1]).sum(0))
+        return CompiledRegion(reference_launch(ctx.region))

@@ -1,0 +1,394 @@
+"""Megatron's layer slots on plans: Megatron's parameters, initialisation and checkpoint names, our forward and backward.
+
+Tensors are Megatron's: hidden states [s(/tp), b, h], attention [s, b, heads, head_dim] or packed [t, heads, head_dim].
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers as tp_layers
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+from megatron.core.transformer import mlp as megatron_mlp
+from megatron.core.transformer import multi_latent_attention as mla
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.utils import get_pg_size
+
+from ...modules.base import PlannedModule
+from ...modules.graphs import (
+    Activation,
+    NormAttrs,
+    TensorParallel,
+    attention_graph,
+    linear_graph,
+    mlp_graph,
+)
+from ...modules.norm import Norm as BaseNorm
+from ..planner.runner import WeightGrads
+from ..planner.shapes import bucket
+
+
+def device_of(config: TransformerConfig) -> torch.device | int | None:
+    """Where Megatron wants parameters to be made."""
+    if config.init_model_with_meta_device:
+        return torch.device("meta")
+    return None if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def norm_attrs(config: TransformerConfig, eps: float | None = None) -> NormAttrs:
+    kinds = {"RMSNorm": "rms_norm", "LayerNorm": "layer_norm"}
+    if config.normalization not in kinds:
+        raise ValueError(f"normalization = {config.normalization!r}: must be one of {', '.join(kinds)}")
+    return NormAttrs(kinds[config.normalization], config.layernorm_epsilon if eps is None else eps, config.layernorm_zero_centered_gamma)
+
+
+def activation_of(config: TransformerConfig) -> Activation:
+    """The table's activation that equals Megatron's, with Megatron's approximations: its fused gelus use tanh."""
+    f, gated, clamp = config.activation_func, config.gated_linear_unit, config.activation_func_clamp_value
+    tanh = ("approximate", "tanh" if config.bias_activation_fusion else "none")
+    if config.glu_linear_offset != 0.0:
+        raise ValueError(f"glu_linear_offset = {config.glu_linear_offset}: must be 0; the gated activations here add no offset")
+    if gated and f in (F.silu, F.gelu):
+        attrs = (("clamp", clamp),)
+        return Activation("swiglu", attrs) if f is F.silu else Activation("geglu", (*attrs, tanh))
+    if not gated and f is F.gelu:
+        return Activation("gelu", (tanh,))
+    if not gated and getattr(f, "__name__", "") == "squared_relu":
+        return Activation("squared_relu")
+    raise ValueError(f"activation_func = {getattr(f, '__name__', f)}, gated_linear_unit = {gated}: must be silu or gelu with "
+                     "gated_linear_unit, or gelu or squared_relu without")  # fmt: skip
+
+
+def recomputes(config: TransformerConfig, module: str) -> bool:
+    return config.recompute_granularity == "selective" and module in (config.recompute_modules or ())
+
+
+class Norm(BaseNorm):
+    """The norm slot. Returns a plain y, never a residual: Megatron frees both before it reads the residual when the norm
+    is recomputed (transformer_layer.py of 0.19.2)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        attrs = norm_attrs(config, eps)
+        super().__init__(hidden_size, kind=attrs.op, eps=eps, zero_centered=attrs.zero_centered, dtype=config.params_dtype,
+                         device=device_of(config))  # fmt: skip
+        for p in self.parameters():
+            p.sequence_parallel = config.sequence_parallel  # summed over TP by finalize_model_grads
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.fill_(0.0 if self.attrs.zero_centered else 1.0)
+            if self.bias is not None:
+                self.bias.zero_()
+
+
+class _Linear(PlannedModule):
+    """What the linear slots share. Megatron's own classes own parameters and checkpoints; this runs the plan."""
+
+    def _prepare(self) -> None:
+        self._sinks: dict[tuple[int, ...], WeightGrads] = {}
+        self._post_wgrad_hooks: list[Any] = []
+        if getattr(self.config, "delay_wgrad_compute", False):
+            for p in self.parameters(recurse=False):
+                if p.dim() == 2:
+                    p.skip_backward_post_hook = True
+
+    def _parallel(self) -> TensorParallel:
+        if getattr(self, "explicit_expert_comm", False):
+            return TensorParallel()
+        size = get_pg_size(self.tp_group)
+        return TensorParallel(size, size > 1 and bool(self.sequence_parallel))
+
+    def sink_for(self, params: dict[int, torch.nn.Parameter]) -> WeightGrads:
+        key = tuple(id(p) for p in params.values())
+        sink = self._sinks.get(key)
+        if sink is None:
+            sink = self._sinks[key] = WeightGrads(params, fuse=bool(self.config.gradient_accumulation_fusion),
+                                                  defer=bool(getattr(self.config, "delay_wgrad_compute", False)))  # fmt: skip
+        return sink
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
+        self._post_wgrad_hooks.append(hook)
+
+    def backward_dw(self) -> None:
+        """The deferred weight gradients of one micro-batch, then the hooks that reduce them."""
+        done = [sink.run_deferred() for sink in self._sinks.values()]
+        if any(done):
+            for hook in self._post_wgrad_hooks:
+                hook()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k != "_sinks"} | {"_sinks": {}}
+
+
+def _unfused(config: TransformerConfig) -> TransformerConfig:
+    """Megatron's constructors refuse gradient_accumulation_fusion without Apex's extension; ours needs none."""
+    if not config.gradient_accumulation_fusion:
+        return config
+    plain = copy.copy(config)
+    plain.gradient_accumulation_fusion = False
+    return plain
+
+
+class ColumnParallelLinear(_Linear, tp_layers.ColumnParallelLinear):
+    """The column-parallel slot: [all-gather | copy] and product; in backward the all-gather of the input, the data
+    gradient and its reduce-scatter run beside the weight gradient."""
+
+    _norm: NormAttrs | None = None
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=_unfused(config), **kwargs)
+        self.config, self.gradient_accumulation_fusion = config, config.gradient_accumulation_fusion
+        self._plan_name = kwargs.get("name") or ""
+        self._prepare()
+
+    def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None):
+        """input_ [..., input_size] -> (output [..., output_size / tp], bias or None)."""
+        own = weight is None
+        weight = self.weight if own else weight
+        if weight is None:
+            raise RuntimeError("weight: must be given where skip_weight_param_allocation is set")
+        bias = None if self.skip_bias_add else self.bias
+        tp = self._parallel()
+        norm_bias = getattr(self, "layer_norm_bias", None)
+        names, build = linear_graph(tp, column=True, bias=bias is not None, norm=self._norm, norm_bias=norm_bias is not None)
+        tensors = [input_, weight, *([bias] if bias is not None else []), *([self.layer_norm_weight] if self._norm else []),
+                   *([norm_bias] if norm_bias is not None else [])]  # fmt: skip
+        runner = self.planned(("column", tp, bias is not None), names, build, recompute=self._recompute(tp), groups={tp.symbol: self.tp_group})
+        output = runner(*tensors, sink=self.sink_for({1: weight}) if own else None)
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if gather:
+            output = gather_from_tensor_model_parallel_region(output, group=self.tp_group)
+        return output, self.bias if self.skip_bias_add else None
+
+    def _recompute(self, tp: TensorParallel) -> frozenset[str]:
+        # the gathered input is gathered again in backward, as Megatron does: only the shard is kept
+        again = {"all_gather"} if tp.sequence else set()
+        if self._norm is not None and recomputes(self.config, "layernorm"):
+            again.add(self._norm.op)
+        return frozenset(again)
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """The fused slot: norm and column-parallel linear in one graph. It owns ``layer_norm_weight`` (and ``_bias``), whose
+    checkpoint names are the ones that Megatron's local layers write too. Recompute of "layernorm" is its save policy."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self._norm = norm_attrs(config)
+        make = {"dtype": config.params_dtype, "device": device_of(config)}
+        fill = torch.zeros if self._norm.zero_centered else torch.ones
+        self.layer_norm_weight = torch.nn.Parameter(fill(input_size, **make))
+        self.layer_norm_bias = None
+        if self._norm.op == "layer_norm":
+            self.layer_norm_bias = torch.nn.Parameter(torch.zeros(input_size, **make))
+        for p in (self.layer_norm_weight, self.layer_norm_bias):
+            if p is not None:
+                p.sequence_parallel = config.sequence_parallel
+
+
+class RowParallelLinear(_Linear, tp_layers.RowParallelLinear):
+    """The row-parallel slot: product and [reduce-scatter | all-reduce]."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=_unfused(config), **kwargs)
+        self.config, self.gradient_accumulation_fusion = config, config.gradient_accumulation_fusion
+        self._plan_name = kwargs.get("name") or ""
+        if not self.input_is_parallel:
+            raise ValueError("input_is_parallel = False: the row-parallel slot takes a sharded input; use ColumnParallelLinear's output")
+        self._prepare()
+
+    def forward(self, input_: torch.Tensor):
+        """input_ [..., input_size / tp] -> (output [..., output_size], bias or None)."""
+        tp = self._parallel()
+        names, build = linear_graph(tp, column=False, bias=False)
+        runner = self.planned(("row", tp), names, build, groups={tp.symbol: self.tp_group})
+        output = runner(input_, self.weight, sink=self.sink_for({1: self.weight}))
+        if self.skip_bias_add:
+            return output, self.bias
+        return (output if self.bias is None else output + self.bias), None
+
+
+class _AnswersToTELinear(type):
+    """MLA asks ``cls in [TELinear]`` to find the linears that it must build as duplicated ones
+    (multi_latent_attention.py of 0.19.2); a list's ``in`` compares with ==."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or (cls.__name__ == "DuplicatedLinear" and other is mla.TELinear)
+
+    __hash__ = type.__hash__
+
+
+class DuplicatedLinear(_Linear, MegatronModule, metaclass=_AnswersToTELinear):
+    """A linear whose weight is the same on every tensor-parallel rank (MLA's down projections)."""
+
+    def __init__(self, input_size: int, output_size: int, *, parallel_mode: str | None = None, config: TransformerConfig,
+                 init_method: Any, bias: bool = False, skip_bias_add: bool = False, skip_weight_param_allocation: bool = False,
+                 is_expert: bool = False, tp_group: Any = None, name: str | None = None, **_: Any) -> None:  # fmt: skip
+        super().__init__(config=config)
+        problems = []
+        if parallel_mode not in ("duplicated", None):
+            problems.append(f"parallel_mode = {parallel_mode!r}: must be 'duplicated'; use the column- or row-parallel slot")
+        if is_expert or skip_weight_param_allocation:
+            problems.append("is_expert and skip_weight_param_allocation: a duplicated linear takes neither")
+        if problems:
+            raise ValueError("; ".join(problems))
+        self.skip_bias_add, self.sequence_parallel, self.tp_group = skip_bias_add, False, tp_group
+        self._plan_name = name or ""
+        make = {"dtype": config.params_dtype, "device": device_of(config)}
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, **make))
+        if config.perform_initialization:
+            with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):  # equal values on every TP rank
+                init_method(self.weight)
+        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(output_size, **make)) if bias else None)
+        for p in self.parameters():
+            p.allreduce, p.tensor_model_parallel = True, False
+            p.sequence_parallel = config.sequence_parallel  # gradients are summed over TP where the tokens are sharded
+        self._prepare()
+
+    def forward(self, x: torch.Tensor):
+        bias = None if self.skip_bias_add else self.bias
+        names, build = linear_graph(TensorParallel(), column=True, bias=bias is not None)
+        runner = self.planned(("duplicated", bias is not None), names, build)
+        y = runner(x, self.weight, *([bias] if bias is not None else []), sink=self.sink_for({1: self.weight}))
+        return y, self.bias if self.skip_bias_add else None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        tp_group = self.tp_group or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"]).tp
+        return make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, None, sharded_offsets,
+                                                   tp_group=tp_group, dp_cp_group=(metadata or {})["dp_cp_group"])  # fmt: skip
+
+
+class CoreAttention(PlannedModule, MegatronModule):
+    """The core-attention slot: grouped heads, causal and sliding windows, sinks, packed sequences, MLA's head dims."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
+                 attention_dropout: float | None = None, softmax_scale: float | None = None, k_channels: int | None = None,
+                 v_channels: int | None = None, cp_comm_type: str | None = None, pg_collection: Any = None, **_: Any) -> None:  # fmt: skip
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ValueError(f"context_parallel_size = {config.context_parallel_size}: must be 1 with this core attention; "
+                             "pass a fallback provider for context parallelism")  # fmt: skip
+        self.layer_number, self.attn_mask_type = max(1, layer_number), attn_mask_type
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        self.tp_group = groups.tp
+        self.heads = config.num_attention_heads // get_pg_size(self.tp_group)
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
+        if config.apply_query_key_layer_scaling:
+            self.softmax_scale /= self.layer_number
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        left, right = config.window_size if windowed else (-1, -1)
+        self.window = (None if left < 0 else left, None if right < 0 else right)
+        self.hidden_size_per_attention_head_v = v_channels or config.kv_channels
+        self.current_max_attn_logits = None  # read by qk-clip, which the config map refuses
+        self.softmax_offset = None
+        if config.softmax_type != "vanilla":
+            self._make_sink(config)
+
+    def _make_sink(self, config: TransformerConfig) -> None:
+        sink = torch.zeros(self.heads, dtype=config.params_dtype, device=device_of(config))
+        if config.softmax_type != "learnable":
+            self.softmax_offset = sink  # off-by-one: a constant logit of 0
+            return
+        self.softmax_offset = torch.nn.Parameter(sink)
+        self.softmax_offset.tensor_model_parallel, self.softmax_offset.partition_dim = True, 0
+        self.softmax_offset.partition_stride = 1
+        if config.perform_initialization:
+            with get_cuda_rng_tracker().fork():
+                config.init_method(self.softmax_offset)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+                attn_mask_type: AttnMaskType | None = None, attention_bias: torch.Tensor | None = None,
+                packed_seq_params: Any = None, **_: Any) -> torch.Tensor:  # fmt: skip
+        """query [s, b, hq, d], key, value [s, b, hk, d] -> [s, b, hq * dv]; packed [t, ...] -> [t, hq * dv]."""
+        if attention_bias is not None:
+            raise ValueError("attention_bias: must be None; this core attention adds no bias to the logits")
+        kind = attn_mask_type if attn_mask_type is not None else self.attn_mask_type
+        inputs = {"q": query, "k": key, "v": value}
+        attrs: dict[str, Any] = {"scale": self.softmax_scale, "window": self.window, "layout": "sbhd"}
+        attrs["causal"] = kind in (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            self._pack(packed_seq_params, inputs, attrs)
+        elif kind in (AttnMaskType.padding, AttnMaskType.padding_causal, AttnMaskType.arbitrary) and attention_mask is not None:
+            inputs["mask"] = attention_mask
+        elif kind == AttnMaskType.no_mask and self.window != (None, None) and query.shape[0] == 1:
+            attrs["causal"] = True  # decoding one token: the window ends at it
+        if self.softmax_offset is not None:
+            inputs["sink"] = self.softmax_offset
+        if self.training and self.dropout > 0:
+            with get_cuda_rng_tracker().fork():  # different on every tensor-parallel rank, the same in recompute
+                rng = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=query.device)
+            attrs["dropout"] = self.dropout
+            inputs["seed"], inputs["offset"] = rng[:1], rng[1:]
+        names = tuple(inputs)
+        out = self.planned((names, tuple(sorted(attrs.items()))), names, attention_graph(names, attrs))(*inputs.values())
+        return out.reshape(*out.shape[:-2], -1)
+
+    def _pack(self, packed: Any, inputs: dict[str, torch.Tensor], attrs: dict[str, Any]) -> None:
+        for side, name in (("q", "q"), ("k", "kv")):
+            real, padded = getattr(packed, f"cu_seqlens_{name}"), getattr(packed, f"cu_seqlens_{name}_padded")
+            if padded is not None and not attrs["causal"]:
+                raise ValueError(f"cu_seqlens_{name}_padded: padding is hidden by the causal mask only; pass unpadded sequences")
+            inputs[f"cu_seqlens_{side}"] = real if padded is None else padded
+            longest = getattr(packed, f"max_seqlen_{name}")
+            attrs[f"max_seqlen_{side}"] = bucket(int(longest)) if longest else None
+        for n in ("q", "k", "v"):
+            if inputs[n].dim() == 4:  # [t, 1, heads, d]
+                inputs[n] = inputs[n].squeeze(1)
+        attrs["layout"] = "thd"
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
+        state = self.state_dict(prefix="", keep_vars=True) if isinstance(self.softmax_offset, torch.nn.Parameter) else {}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group,
+                                                   dp_cp_group=(metadata or {})["dp_cp_group"])  # fmt: skip
+
+
+class MLP(PlannedModule, megatron_mlp.MLP):
+    """fc1, activation and fc2 as one graph, with the norm in front of fc1 where the slot holds the fused linear. What the
+    backward keeps is a save policy: "layernorm" and "moe_act" of recompute_modules rebuild the norm and the activation."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._plan_name = kwargs.get("name") or ""
+        self._activation = activation_of(config)
+        for name, kind in (("linear_fc1", ColumnParallelLinear), ("linear_fc2", RowParallelLinear)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} = {type(getattr(self, name)).__name__}: this MLP runs both linears in one plan and needs "
+                                 "layerplan's; use Megatron's MLP for others")  # fmt: skip
+            getattr(self, name).run_by_parent()
+
+    def forward(self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any):
+        """hidden_states [s(/tp), b, h] -> (output [s(/tp), b, h], bias of fc2 or None). ``per_token_scale`` [tokens]."""
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        for child in (fc1, fc2):  # DDP gathers parameters in these hooks; the plan reads the weights without calling the child
+            for hook in tuple(child._forward_pre_hooks.values()):
+                hook(child, ())
+        tp, norm = fc1._parallel(), fc1._norm
+        norm_bias = getattr(fc1, "layer_norm_bias", None)
+        names, build = mlp_graph(tp, self._activation, bias=fc1.bias is not None, row_weight=per_token_scale is not None,
+                                 norm=norm, norm_bias=norm_bias is not None)  # fmt: skip
+        optional = (fc1.bias, per_token_scale, fc1.layer_norm_weight if norm else None, norm_bias)
+        again = set(fc1._recompute(tp))
+        if recomputes(self.config, "moe_act"):
+            again.add(self._activation.op)
+        runner = self.planned((names, tp), names, build, recompute=frozenset(again), groups={tp.symbol: fc1.tp_group})
+        sink = fc1.sink_for({1: fc1.weight, 2: fc2.weight})
+        output = runner(hidden_states, fc1.weight, fc2.weight, *(t for t in optional if t is not None), sink=sink)
+        bias = fc2.bias
+        if per_token_scale is not None and bias is not None:
+            output, bias = output + bias.unsqueeze(0) * per_token_scale.unsqueeze(-1), None
+        return output, bias
+
+    def backward_dw(self) -> None:
+        self.linear_fc1.backward_dw()
+        for hook in self.linear_fc2._post_wgrad_hooks:
+            hook()

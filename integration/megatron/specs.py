@@ -1,0 +1,119 @@
+"""Block specs for Megatron's GPT models: ``--spec layerplan.integration.megatron.specs gpt_block_spec``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from . import layers
+from .provider import LayerplanSpecProvider
+
+
+def gpt_block_spec(config: Any, vp_stage: int | None = None, *, provider: BackendSpecProvider | None = None,
+                   pp_rank: int | None = None) -> TransformerBlockSubmodules:  # fmt: skip
+    """The layers of this pipeline stage and the final norm.
+
+    ``config``: a TransformerConfig, or an object whose ``transformer`` is one (Megatron's GPTModelConfig). Every field that
+    changes a layer's maths is honoured or refused: all problems in one ConfigError, before anything is built.
+    """
+    config = config if isinstance(config, TransformerConfig) else config.transformer
+    _refuse_what_is_not_honoured(config)
+    provider = provider or LayerplanSpecProvider()
+    attention = _mla(config, provider) if config.multi_latent_attention else _self_attention(config, provider)
+    pattern = _moe_pattern(config)
+    made = {moe: _layer(config, provider, attention, moe) for moe in set(pattern)}
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    specs = [made[moe] for moe in pattern[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider.layer_norm(config.normalization == "RMSNorm"))
+
+
+def _refuse_what_is_not_honoured(config: TransformerConfig) -> None:
+    from .config_map import raise_for
+
+    raise_for(config)
+
+
+def _moe_pattern(config: TransformerConfig) -> list[bool]:
+    if not config.num_moe_experts:
+        return [False] * config.num_layers
+    freq = config.moe_layer_freq
+    return [bool(f) for f in freq] if isinstance(freq, list) else [i % freq == 0 for i in range(config.num_layers)]
+
+
+def _qk_norm(config: TransformerConfig, provider: BackendSpecProvider) -> type:
+    return provider.layer_norm(config.normalization == "RMSNorm", for_qk=True) if config.qk_layernorm else IdentityOp
+
+
+def _self_attention(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    norm = _qk_norm(config, provider)
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_layer_norm_linear(),
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )
+
+
+def _mla(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    norm = _qk_norm(config, provider)
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=provider.column_parallel_linear(),
+            linear_q_down_proj=provider.linear(),
+            linear_q_up_proj=provider.column_parallel_linear(),
+            linear_kv_down_proj=provider.linear(),
+            linear_kv_up_proj=provider.column_parallel_linear(),
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=norm if config.q_lora_rank else IdentityOp,
+            kv_layernorm=norm,
+        ),
+    )
+
+
+def _layer(config: TransformerConfig, provider: BackendSpecProvider, attention: ModuleSpec, moe: bool) -> ModuleSpec:
+    norm = provider.layer_norm(config.normalization == "RMSNorm")
+    if moe:
+        mlp = get_moe_module_spec_for_backend(provider, config.num_moe_experts, config.moe_grouped_gemm)
+    else:
+        mlp = partial(layers.MLP.as_mlp_submodule, submodules=MLPSubmodules(
+            linear_fc1=provider.column_parallel_layer_norm_linear(), linear_fc2=provider.row_parallel_linear()))  # fmt: skip
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            # the norms in front of fused linears live in those; MLA's down projections share one, MoE's router reads it
+            input_layernorm=norm if config.multi_latent_attention else IdentityOp,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm if moe else IdentityOp,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            # Megatron's local layers write their norms under the fused names; MLA's input norm keeps its own
+            sharded_state_dict_keys_map={},
+        ),
+    )

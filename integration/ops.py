@@ -192,6 +192,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[in
     ``dropout`` with ``rng`` = (seed, offset). Gradients flow from out and lse into q, k, v and sink. ``softmax_scale``:
     default 1 / sqrt(d).
     """
+    if layout is None and q.dim() == 4 and sink is None and cu_seqlens_q is None and cu_seqlens_k is None and mask is None and rng is None:
+        key = ("sdpa", causal, window, softmax_scale, dropout, max_seqlen_q, max_seqlen_k, return_lse, engine, policy)
+        runner = _runners.get(key)  # the hot path: checked and made below on the first call
+        if runner is not None:
+            return runner(q, k, v)
+    else:
+        key = None
     layout = layout or ("thd" if q.dim() == 3 else "bshd")
     if rng is not None and dropout == 0.0:
         raise ValueError("attention: rng is given but dropout = 0.0: it would be ignored; pass dropout= or drop rng=")
@@ -216,7 +223,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[in
         ("cu_seqlens_q", "n", cu_seqlens_q), ("cu_seqlens_k", "n", cu_seqlens_k), ("mask", "b h! s s", mask),
         ("seed", "*i", seed), ("offset", "*i", offset),
     )  # fmt: skip
-    return _call("sdpa", attrs, inputs, engine, policy, ("out", "lse") if return_lse else ("out",))
+    want = ("out", "lse") if return_lse else ("out",)
+    if key is not None:
+        return _make(key, "sdpa", ("q", "k", "v"), patterns, dict(attrs), engine, policy, want)(q, k, v)
+    return _call("sdpa", attrs, inputs, engine, policy, want)
 
 
 def _check_cu_seqlens(side: str, cu: Tensor, tokens: int, longest: int | None) -> None:

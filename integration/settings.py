@@ -11,7 +11,7 @@ from pathlib import Path
 
 POLICIES = ("auto", "strict", "reference")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 VARIABLES = {
     "LAYERPLAN_CHECK": "check device-side indices, offsets and outputs; costs host syncs",
@@ -28,6 +28,8 @@ class SettingsError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
+    """What the LAYERPLAN_* variables say; VARIABLES describes each."""
+
     check: bool = False
     policy: str = "auto"
     deterministic: bool = False
@@ -36,8 +38,12 @@ class Settings:
 
     @staticmethod
     def from_env(env: Mapping[str, str]) -> Settings:
-        """Settings from a mapping of variables; all problems in one SettingsError."""
+        """Settings from a mapping of variables; a variable set to nothing counts as unset.
+
+        Raises SettingsError with every problem: names that do not exist, values that are not allowed.
+        """
         problems: list[str] = []
+        env = {name: value for name, value in env.items() if name not in VARIABLES or value.strip()}
         for name in env:
             if name.startswith("LAYERPLAN_") and name not in VARIABLES:
                 close = difflib.get_close_matches(name, VARIABLES, 1)
@@ -45,15 +51,15 @@ class Settings:
                 problems.append(f"{name} = {env[name]!r}: no such variable{hint}")
 
         def choice(name: str, allowed: tuple[str, ...], default: str) -> str:
-            value = env.get(name, default).lower()
+            value = env.get(name, default).strip().lower()
             if value not in allowed:
                 problems.append(f"{name} = {env[name]!r}: must be one of {', '.join(allowed)}")
             return value
 
         def flag(name: str) -> bool:
-            value = env.get(name, "").lower()
+            value = env.get(name, "0").strip().lower()
             if value not in (*_TRUE, *_FALSE):
-                problems.append(f"{name} = {env[name]!r}: must be one of {', '.join((*_TRUE, *_FALSE[1:]))}")
+                problems.append(f"{name} = {env[name]!r}: must be one of {', '.join((*_TRUE, *_FALSE))}")
             return value in _TRUE
 
         made = Settings(
@@ -72,3 +78,14 @@ class Settings:
 def settings() -> Settings:
     """The process's settings, read from the environment on first use."""
     return Settings.from_env(os.environ)
+
+
+# what changes how torch, the CUDA libraries and compilers behave; nothing here names an account or a secret
+_RELEVANT = ("LAYERPLAN_", "CUDA_", "CUDNN_", "CUBLAS_", "NCCL_", "NVTE_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_",
+             "CUTE_DSL_", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")  # fmt: skip
+
+
+def relevant_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables in force that bear on training, sorted by name: what ``layerplan doctor`` shows."""
+    env = os.environ if env is None else env
+    return {name: env[name] for name in sorted(env) if name.startswith(_RELEVANT)}

@@ -61,6 +61,20 @@ class Region:
         value = self.node.input(port) or self.node.output(port)
         return None if value is None else self.graph.specs[value]
 
+    @property
+    def wanted(self) -> list[str]:
+        """Output ports of the region's only node that something reads, in the order in which ``launch`` returns them. A
+        required port that nothing reads is not among them."""
+        port = {v: p for p, v in self.node.outputs}
+        return [port[v] for v in self.graph.outputs]
+
+    def by_port(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """``launch`` takes one tensor per port of the region's only node; a value that several ports read is one input."""
+        ports = [self.graph.inputs.index(v) for _, v in self.node.inputs]
+        if ports == list(range(len(self.graph.inputs))):
+            return launch
+        return lambda *t: launch(*(t[i] for i in ports))
+
     def cost(self) -> tuple[int, int]:
         """(flops, bytes): flops of all nodes, bytes of what crosses the region's border."""
         table, flops, aliases = op_table(), 0, True

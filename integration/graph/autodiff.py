@@ -156,7 +156,7 @@ def differentiate(
     backward, saved = _rematerialise(forward, _drop_unread(backward), recompute)
     order = {v: k for k, v in enumerate(saved)}
     grad_names = [f"d{d.prefix}{i}" for i in grad_outputs]
-    backward = dataclasses.replace(backward, inputs=(*saved, *grad_names))
+    backward = dataclasses.replace(backward, inputs=(*saved, *grad_names), weights=graph.weights & set(saved))
     extra = tuple(v for v in order if v not in graph.inputs and v not in graph.outputs)
     forward = prune(dataclasses.replace(forward, outputs=(*graph.outputs, *extra)))
     return Differentiated(forward, len(graph.outputs), backward, saved, grad_outputs, grads)
@@ -196,6 +196,11 @@ def _rematerialise(forward: Graph, backward: Graph, recompute: frozenset[str]) -
         resolve(value)
     for v in saved:
         specs[v] = forward.specs[v]
+    for k, node in enumerate(cloned):  # a clone of a node with a saved output computes that one under another name
+        again = {v: f"{v}.again" for _, v in node.outputs if v in saved}
+        if again:
+            specs |= {new: specs[v] for v, new in again.items()}
+            cloned[k] = dataclasses.replace(node, outputs=tuple((p, again.get(v, v)) for p, v in node.outputs))
     graph = dataclasses.replace(backward, inputs=(*saved, *(v for v in backward.inputs if v not in needed)),
                                 nodes=(*cloned, *backward.nodes), specs=specs)  # fmt: skip
     return prune(graph), tuple(saved)

@@ -173,7 +173,7 @@ def multi_tensor_scale(
 ) -> None:
     """`target[i] = source[i] * scale` for `tensor_lists = [source, target]`, which may be the same tensors.
 
-    `noop_flag` (int or float [1], or None) becomes 1 where a source or a result is inf or NaN, and is otherwise left alone.
+    `noop_flag` (int or float [1], or None) becomes 1 if a source holds inf or NaN, and is otherwise left alone.
     The product is formed in the source's dtype.
     """
     source, target = tensor_lists

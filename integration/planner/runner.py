@@ -81,7 +81,7 @@ class WeightGrads:
 class Entry:
     """A plan for one key, with its programs. Built once; ``forward`` and ``backward`` are the hot paths."""
 
-    __slots__ = ("_backward", "_groups", "_owner", "_recompute", "arch", "differentiable", "forward", "graph", "needs",
+    __slots__ = ("_backward", "_groups", "_owner", "_recompute", "arch", "differentiable", "fast", "forward", "graph", "needs",
                  "non_differentiable", "num_outputs", "plan", "saved", "single")  # fmt: skip
 
     def __init__(self, owner: Runner, graph: Graph, arch: Arch, needs: tuple[bool, ...]) -> None:
@@ -101,6 +101,7 @@ class Entry:
         active = set(derived.grad_outputs) if derived else set()
         self.non_differentiable = tuple(i for i in range(self.num_outputs) if i not in active) if self.differentiable else ()
         self._backward: dict[tuple, tuple] = {}
+        self.fast = None  # the backward of the usual case: one output, no sink; set by its first run
 
     def backward(self, sink: WeightGrads | None, saved: tuple, grads: tuple) -> tuple:
         given = (True,) if self.single else tuple(g is not None for g in grads)
@@ -109,6 +110,8 @@ class Entry:
         variant = self._backward.get(key)
         if variant is None:
             variant = self._backward[key] = self._build_backward(given, fused, key[2])
+            if self.single and sink is None:
+                self.fast = variant[0].data
         program, pick, fill, fused, picked_saved = variant
         if fill:
             grads, sizes = list(grads), self._sizes(saved, grads)
@@ -225,9 +228,12 @@ class _PlanFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        entry, sink = ctx.entry, ctx.sink
+        if sink is None and entry.fast is not None and not _grad_enabled():
+            return (None, None, *entry.fast(ctx.saved_tensors, grads, ())[0])
         if _grad_enabled():
             raise RuntimeError("layerplan: double backward (create_graph=True) is not offered; its backward ops have no gradient")
-        return (None, None, *ctx.entry.backward(ctx.sink, ctx.saved_tensors, grads))
+        return (None, None, *entry.backward(sink, ctx.saved_tensors, grads))
 
 
 # Function.apply looks for functorch transforms and a setup_context on every call; this is what it calls in the end

@@ -57,18 +57,19 @@ class _Attention(Engine):
     def build(self, ctx: BuildContext) -> CompiledRegion:
         region, node = ctx.region, ctx.region.node
         at = {p: region.graph.inputs.index(v) for p, v in node.inputs}
-        want = [p for p, _ in node.outputs]
+        want = region.wanted
         attrs = node.attributes
         attrs["scale"] = softmax_scale(attrs, region.spec("q").shape[-1])
         make = self.backward if node.op.endswith("_bwd") else self.forward
         run = make(region, attrs)
         if node.op == "sdpa":
             order = [at[p] for p in ("q", "k", "v")] + [at[p] for p in ("cu_seqlens_q", "cu_seqlens_k") if p in at]
+            both = len(want) == 2
             index = 0 if want == ["out"] else 1
 
             def launch(*t):
                 result = run(*(t[i] for i in order))
-                return result[0] if index == 0 else result
+                return result if both else result[index]
 
             return CompiledRegion(launch)
         order = [at[p] for p in ("dout", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k") if p in at]
@@ -166,14 +167,20 @@ class FlashAttention(_Attention):
         longest = attrs["max_seqlen_q"], attrs["max_seqlen_k"]
         op = _aten._flash_attention_forward.default
         packed = attrs["layout"] == "thd"
+        blind = packed or _may_be_blind(region)
 
         def run(q, k, v, cu_q=None, cu_k=None):
             q, k, v = to(q), to(k), to(v)
-            axis = 0 if packed else 1
-            mq = longest[0] if packed and longest[0] else q.shape[axis]
-            mk = longest[1] if packed and longest[1] else k.shape[axis]
+            mq, mk = _longest(q, k, longest, packed)
             r = op(q, k, v, cu_q, cu_k, mq, mk, 0.0, causal, False, scale=scale, window_size_left=left, window_size_right=right)
-            return back(r[0]), r[1]
+            out, lse = r[0], r[1]
+            if blind:  # the kernel marks a row that sees no key with +inf
+                lse = lse.masked_fill(lse == float("inf"), float("-inf"))
+            if packed:  # rows behind the last segment are left as they were allocated
+                tail = torch.arange(q.shape[0], device=q.device) >= cu_q[-1]
+                out = out.masked_fill(tail.view(-1, 1, 1), 0.0)
+                lse = lse.masked_fill(tail, float("-inf"))
+            return back(out), lse
 
         return run
 
@@ -183,18 +190,36 @@ class FlashAttention(_Attention):
         longest = attrs["max_seqlen_q"], attrs["max_seqlen_k"]
         op = _aten._flash_attention_backward.default
         packed = attrs["layout"] == "thd"
+        blind = packed or _may_be_blind(region)
 
         def run(dout, q, k, v, out, lse, cu_q=None, cu_k=None):
             q, k, v, out, dout = to(q), to(k), to(v), to(out), to(dout)
-            axis = 0 if packed else 1
-            mq = longest[0] if packed and longest[0] else q.shape[axis]
-            mk = longest[1] if packed and longest[1] else k.shape[axis]
+            mq, mk = _longest(q, k, longest, packed)
+            if blind:
+                lse = lse.masked_fill(lse == float("-inf"), float("inf"))
             unused = torch.empty(2, dtype=torch.uint64, device=q.device)
             grads = op(dout.contiguous(), q, k, v, out, lse, cu_q, cu_k, mq, mk, 0.0, causal, unused, unused, scale=scale,
                        window_size_left=left, window_size_right=right)  # fmt: skip
+            if packed:
+                ends = (cu_q, cu_k, cu_k)
+                tails = (torch.arange(g.shape[0], device=g.device) >= c[-1] for g, c in zip(grads, ends, strict=True))
+                grads = tuple(g.masked_fill(t.view(-1, 1, 1), 0.0) for g, t in zip(grads, tails, strict=True))
             return tuple(back(g) for g in grads)
 
         return run
+
+
+def _may_be_blind(region: Region) -> bool:
+    """Whether some row may see no key."""
+    return _windowed(region) or (region.node.attr("causal") and not _square(region))
+
+
+def _longest(q: torch.Tensor, k: torch.Tensor, longest: tuple[int | None, int | None], packed: bool) -> tuple[int, int]:
+    """Upper bounds of the segment lengths. At least 2 queries: for one, torch's kernel swaps heads and queries, which
+    fails for empty segments with grouped heads."""
+    if not packed:
+        return q.shape[1], k.shape[1]
+    return max(longest[0] or q.shape[0], 2), longest[1] or k.shape[0]
 
 
 class CpuAttention(_Attention):

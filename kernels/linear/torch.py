@@ -7,8 +7,8 @@ import torch
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
 
-_mm = torch.ops.aten.mm.default
-_linear = torch.ops.aten.linear.default
+_mm = torch.mm
+_linear = torch._C._nn.linear  # F.linear without its Python frame
 
 
 class TorchLinear(Engine):
@@ -22,18 +22,22 @@ class TorchLinear(Engine):
         return Offer(efficiency=0.75, ahead_of_time=True)
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
+        return CompiledRegion(ctx.region.by_port(self._launch(ctx)))
+
+    @staticmethod
+    def _launch(ctx: BuildContext):
         region, op = ctx.region, ctx.region.node.op
         if op == "linear":
-            return CompiledRegion(_linear)
+            return _linear
         if op == "linear_dgrad":
-            return CompiledRegion(_dgrad2d if region.spec("dy").rank == 2 else _dgrad)
+            return _dgrad2d if region.spec("dy").rank == 2 else _dgrad
         acc = region.spec("accumulate")
         if acc is None:
-            return CompiledRegion(_wgrad)
+            return _wgrad
         if acc.dtype == region.spec("dy").dtype:
-            return CompiledRegion(_wgrad_accumulate_same)
+            return _wgrad_accumulate_same
         # cuBLAS adds the fp32 accumulator in its epilogue; the CPU has no such product
-        return CompiledRegion(_wgrad_accumulate_fp32 if ctx.arch.is_gpu else _wgrad_accumulate_two_steps)
+        return _wgrad_accumulate_fp32 if ctx.arch.is_gpu else _wgrad_accumulate_two_steps
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class TorchNorm(Engine):
     def build(self, ctx: BuildContext) -> CompiledRegion:
         node = ctx.region.node
         make = _backward if node.op.endswith("_bwd") else _forward
-        return CompiledRegion(make(ctx.region, rms=node.op.startswith("rms")))
+        return CompiledRegion(make(ctx.region, rms=node.op.startswith("rms"), gpu=ctx.arch.is_gpu))
 
 
 def _positions(region: Region) -> dict[str, int]:
@@ -46,22 +46,16 @@ def _positions(region: Region) -> dict[str, int]:
     return {p: order[v] for p, v in region.node.inputs}
 
 
-def _forward(region: Region, rms: bool):
+def _forward(region: Region, rms: bool, gpu: bool):
     node, at = region.node, _positions(region)
-    want, eps, zero = [p for p, _ in node.outputs], node.attr("eps"), node.attr("zero_centered")
+    want, eps, zero = region.wanted, node.attr("eps"), node.attr("zero_centered")
     shape = [region.spec("x").shape[-1]]
     stat = torch.float64 if region.spec("x").dtype == "float64" else torch.float32
-    fused_rms, layer = _aten._fused_rms_norm.default, _aten.native_layer_norm.default
-    if rms and set(at) == {"x", "weight"} and not zero and want in (["y"], ["y", "rstd"]):
-        # the common case, without a dict on the hot path
-        if want == ["y"]:
-            return lambda x, w: fused_rms(x, shape, w, eps)[0]
-
-        def common(x, w):
-            y, rstd = fused_rms(x, shape, w, eps)
-            return y, rstd.squeeze(-1)
-
-        return common
+    fused_rms, layer = torch._fused_rms_norm, torch.native_layer_norm
+    if set(at) == {"x", "weight"} and len(region.graph.inputs) == 2 and not zero and (gpu or region.spec("x").dtype == "float32"):
+        common = _common_forward(rms, want, shape, eps)
+        if common is not None:
+            return common
 
     def launch(*t):
         x, w = t[at["x"]], t[at["weight"]] if "weight" in at else None
@@ -74,35 +68,50 @@ def _forward(region: Region, rms: bool):
             out["y"], rstd = fused_rms(x, shape, w, eps)
         else:
             out["y"], mean, rstd = layer(x, shape, w, t[at["bias"]] if "bias" in at else None, eps)
-            out["mean"] = mean.squeeze(-1).to(stat)
-        out["rstd"] = rstd.squeeze(-1).to(stat)  # aten on a CPU gives them in the dtype of x
+            out["mean"] = mean.to(stat)
+        out["rstd"] = rstd.to(stat)  # aten on a CPU gives them in the dtype of x
         return out[want[0]] if len(want) == 1 else tuple(out[p] for p in want)
 
     return launch
 
 
-def _backward(region: Region, rms: bool):
+def _common_forward(rms: bool, want: list[str], shape: list[int], eps: float):
+    """x and weight alone, in x's order: no dict on the hot path. None where another result is wanted."""
+    fused_rms, layer = torch._fused_rms_norm, torch.native_layer_norm
+    if rms and want == ["y", "rstd"]:
+        return lambda x, w: fused_rms(x, shape, w, eps)
+    if rms and want == ["y"]:
+        return lambda x, w: fused_rms(x, shape, w, eps)[0]
+    if not rms and want == ["y", "mean", "rstd"]:
+        return lambda x, w: layer(x, shape, w, None, eps)
+    return None
+
+
+def _backward(region: Region, rms: bool, gpu: bool):
     node, at = region.node, _positions(region)
-    want, zero = [p for p, _ in node.outputs], node.attr("zero_centered")
+    want, zero = region.wanted, node.attr("zero_centered")
     shape = [region.spec("x").shape[-1]]
-    has_w = "weight" in at
+    rms_backward, layer_backward = _aten._fused_rms_norm_backward.default, _aten.native_layer_norm_backward.default
+    mask = ["dx" in want, "dweight" in want]
+    if rms and not zero and want == ["dx", "dweight"] and list(at) == ["dy", "x", "weight", "rstd"] and len(region.graph.inputs) == 4:
+        return lambda dy, x, w, rstd: rms_backward(dy, x, shape, rstd, w, mask)
     dbias = "dbias" in want
+    mask_layer = [*mask, dbias]
 
     def launch(*t):
-        x, dy, rstd = t[at["x"]], t[at["dy"]], t[at["rstd"]].unsqueeze(-1)
-        w = t[at["weight"]] if has_w else None
+        x, dy, rstd = t[at["x"]], t[at["dy"]], t[at["rstd"]]
+        w = t[at["weight"]] if "weight" in at else None
         if zero and w is not None:
             w = w + 1
         if rms:
-            dx, dw = _aten._fused_rms_norm_backward.default(dy, x, shape, rstd, w, ["dx" in want, "dweight" in want])
+            dx, dw = rms_backward(dy, x, shape, rstd, w, mask)
             out = {"dx": dx, "dweight": dw}
         else:
-            mean = t[at["mean"]].unsqueeze(-1)
-            if not x.is_cuda:  # on a CPU aten wants the statistics in the dtype of x
+            mean = t[at["mean"]]
+            if not gpu:  # on a CPU aten wants the statistics in the dtype of x
                 mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)
-            mask = ["dx" in want, "dweight" in want, dbias]
             # aten reads the bias only to know that there is one
-            dx, dw, db = _aten.native_layer_norm_backward.default(dy, x, shape, mean, rstd, w, w if dbias else None, mask)
+            dx, dw, db = layer_backward(dy, x, shape, mean, rstd, w, w if dbias else None, mask_layer)
             out = {"dx": dx, "dweight": dw, "dbias": db}
         if "dresidual" in at and "dx" in want:
             out["dx"] = out["dx"] + t[at["dresidual"]]

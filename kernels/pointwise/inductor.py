@@ -23,6 +23,8 @@ class InductorPointwise(Engine):
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
         for node in region.nodes:
+            if "norm" in node.op and region.graph.specs[node.input("x")].shape[-1] == 1:
+                return Decline("rows of one element: contracted multiply-adds leave a residue that 1 / sqrt(eps) enlarges")
             if any(p in ("seed", "offset") for p, _ in node.inputs) and not arch.is_gpu:
                 return Decline("dropout on a CPU: integer hashing compiles slowly and runs no faster there")
             if any(p in _GRADS_OVER_ROWS for p, _ in node.outputs) and arch.is_gpu and len(region.nodes) > 1:

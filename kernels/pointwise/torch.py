@@ -18,7 +18,7 @@ class TorchLayout(Engine):
     def build(self, ctx: BuildContext) -> CompiledRegion:
         node = ctx.region.node
         if node.op == "add":
-            return CompiledRegion(torch.add)
+            return CompiledRegion(ctx.region.by_port(torch.add))
         if node.op == "row_sum":
             dtype = node.attr("dtype")
             if dtype in (None, ctx.region.spec("x").dtype):  # aten accumulates in float32 inside

@@ -148,7 +148,7 @@ def _reference(t, attrs, want):
     p = torch.exp(s - shift.unsqueeze(-1))
     total = p.sum(-1)
     if sink is not None:
-        total = total + torch.exp(torch.where(sink == shift, 0.0, sink - shift))
+        total = total + torch.exp(torch.where(sink.isinf() & (sink == shift), 0.0, sink - shift))
     seen = total > 0
     safe = torch.where(seen, total, 1.0)
     lse = torch.where(seen, torch.log(safe) + shift, float("-inf"))

@@ -30,7 +30,7 @@ def _infer(op: str, stats: tuple[str, ...]):
         if "residual" in specs:
             same_shape(op, "residual", specs["residual"], x)
             same_dtype(op, x=x, residual=specs["residual"])
-        row = TensorSpec(x.shape[:-1], acc_dtype(x))
+        row = TensorSpec((*x.shape[:-1], 1), acc_dtype(x))  # as torch keeps them: no views on the hot path
         out = {"y": x, **{s: row for s in stats}}
         if "residual" in specs:
             out["residual_out"] = x
@@ -54,13 +54,13 @@ def _reference(rms: bool):
             rounded = (h + acc(t["residual"])).to(x.dtype)
             out["residual_out"], h = rounded, acc(rounded)
         if rms:
-            rstd = torch.rsqrt(h.square().mean(-1) + attrs["eps"])
-            y = h * rstd.unsqueeze(-1)
+            rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + attrs["eps"])
+            y = h * rstd
         else:
-            mean = h.mean(-1)
-            centred = h - mean.unsqueeze(-1)
-            rstd = torch.rsqrt(centred.square().mean(-1) + attrs["eps"])
-            y, out["mean"] = centred * rstd.unsqueeze(-1), mean
+            out["mean"] = h.mean(-1, keepdim=True)
+            centred = h - out["mean"]
+            rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + attrs["eps"])
+            y = centred * rstd
         g = _gamma(t, attrs)
         if g is not None:
             y = y * g.to(y.dtype)
@@ -120,8 +120,8 @@ def _bwd_infer(op: str):
 def _bwd_reference(rms: bool):
     def reference(t, attrs, want):
         x, dy = acc(t["x"]), acc(t["dy"])
-        rstd = t["rstd"].to(x.dtype).unsqueeze(-1)
-        xhat = (x if rms else x - t["mean"].to(x.dtype).unsqueeze(-1)) * rstd
+        rstd = t["rstd"].to(x.dtype)
+        xhat = (x if rms else x - t["mean"].to(x.dtype)) * rstd
         g = _gamma(t, attrs)
         out = {}
         if "dx" in want:

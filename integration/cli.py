@@ -1,0 +1,256 @@
+"""The command line: ``layerplan doctor | explain | plan | pretrain | data prepare | complete | demo``.
+
+Every body is imported inside its command, so that help and doctor need neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+# what a command needs beyond the core packages: extra -> modules that it brings
+EXTRAS = {"megatron": ("megatron",), "train": ("omegaconf", "tokenizers", "tensorboard", "matplotlib", "psutil")}
+CORE = ("torch", "numpy")
+
+app = typer.Typer(name="layerplan", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data", help="Datasets for pretraining.")
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="Fields of the recipe, for example train.steps=200.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Entry point of the ``layerplan`` script: a package that is not installed is a line that says what to install."""
+    try:
+        app(prog_name="layerplan")
+    except ModuleNotFoundError as e:
+        root = (e.name or "").partition(".")[0]
+        extra = next((extra for extra, modules in EXTRAS.items() if root in modules), None)
+        if extra is None and root not in CORE:
+            raise  # a fault of ours: the traceback says where
+        _fail(f"{e.name} is not installed; pip install 'layerplan{f'[{extra}]' if extra else ''}' ('layerplan doctor' says more)", 1)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"layerplan: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _need(*extras: str) -> None:
+    """Ends the command where a package of ``extras`` is absent: before the work, not an hour into it."""
+    import importlib.util
+
+    missing = {m: extra for extra in extras for m in EXTRAS[extra] if importlib.util.find_spec(m) is None}
+    if missing:
+        wanted = ",".join(dict.fromkeys(missing.values()))
+        _fail(f"this command needs {', '.join(missing)}; pip install 'layerplan[{wanted}]'", 1)
+
+
+def _refusing_bad_input(work: Callable[[], Any]) -> Any:
+    """The result of ``work``; input that it refuses ends the command with the message alone."""
+    from .planner.planner import PlanError
+
+    try:
+        return work()
+    except (ValueError, PlanError) as e:
+        _fail(str(e), 2)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from layerplan import __version__
+
+        print(f"layerplan {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _common(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Layers for Megatron models, planned onto the best kernels for the GPU at hand."""
+    from .settings import SettingsError, settings
+
+    if context.invoked_subcommand == "doctor":  # it reports wrong variables instead of ending at them
+        return
+    try:
+        level = settings().log
+    except SettingsError as e:
+        _fail(f"environment: {e}", 2)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("layerplan").setLevel(level.upper())
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is installed, what can run here, and what stands in the way (exit code 1 where something does)."""
+    from .doctor import collect, render
+
+    facts = collect()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        render(facts, _console())
+    raise typer.Exit(1 if facts["problems"] else 0)
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Argument(help="An op of the table, for example rms_norm, linear, sdpa.")],
+    shape: Annotated[list[str], typer.Option("--shape", help="Input port, sizes, dtype: x=4096x8192:bfloat16. Repeatable.")],
+    arch: Annotated[str, typer.Option("--arch", help="sm_80, sm_89, sm_90, sm_100, sm_103, sm_120 or cpu.")],
+    attr: Annotated[list[str] | None, typer.Option("--attr", help="Attribute of the op, value in JSON: causal=true. Repeatable.")] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help="auto, strict or reference.")] = None,
+    engine: Annotated[str | None, typer.Option("--engine", help="Force one engine, for example norm/torch.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which engine would run one op on an arch, and why the others would not. Needs no GPU."""
+    from .planner.explain import explain as explain_op
+
+    def work() -> Any:
+        return explain_op(op, parse_shapes(shape), arch, policy=policy, engine=engine, **parse_attributes(attr or []))
+
+    found = _refusing_bad_input(work)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        _print_explanation(found)
+    raise typer.Exit(0 if found.error is None else 1)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
+    overrides: Overrides = None,
+    arch: Annotated[str, typer.Option("--arch", help="Plan for this arch.")] = "sm_90",
+    as_json: AsJson = False,
+) -> None:
+    """Plan a recipe's layers for an arch and say what would run. Needs no GPU."""
+    from .training.launch import plan_command
+
+    raise typer.Exit(plan_command(recipe, overrides or [], arch, as_json))
+
+
+@app.command()
+def pretrain(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, print plan, parameters, memory and time; train nothing.")] = False,
+) -> None:
+    """Pretrain a model from a recipe, resuming from its newest whole checkpoint. Under torchrun for several processes."""
+    if not dry_run:
+        _need("megatron", "train")
+    from .training.launch import pretrain_command
+
+    raise typer.Exit(pretrain_command(recipe, overrides or [], dry_run))
+
+
+@data_app.command()
+def prepare(
+    inputs: Annotated[list[Path], typer.Argument(help="Text files, folders of them, or JSON-lines files.")],
+    output_prefix: Annotated[Path, typer.Option("--output-prefix", help="Path of the dataset without .bin and .idx.")],
+    tokenizer: Annotated[str, typer.Option("--tokenizer", help="bpe (trained on the inputs) or byte.")] = "bpe",
+    vocab_size: Annotated[int, typer.Option("--vocab-size", help="Size of the BPE vocabulary.")] = 8192,
+    jsonl_key: Annotated[str, typer.Option("--jsonl-key", help="Field that holds the text in JSON lines.")] = "text",
+) -> None:
+    """Turn text or JSON lines into a Megatron indexed dataset with its tokenizer."""
+    _need("megatron", "train")
+    from .training.data_prepare import prepare_command
+
+    raise typer.Exit(prepare_command(inputs, output_prefix, tokenizer, vocab_size, jsonl_key))
+
+
+@app.command()
+def complete(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens to add at most.")] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the sampling.")] = 0,
+) -> None:
+    """Complete a prompt with a trained checkpoint."""
+    _need("megatron", "train")
+    from .training.complete import complete_command
+
+    raise typer.Exit(complete_command(checkpoint, prompt, max_new_tokens, temperature, seed))
+
+
+@app.command()
+def demo(workdir: Annotated[Path, typer.Option("--workdir", help="Folder for data, checkpoints and curve.")] = Path("demo_run")) -> None:
+    """Prepare text found on this machine, train a tiny model on it for two minutes, resume, and complete a prompt."""
+    _need("megatron", "train")
+    from .training.demo import run_demo
+
+    raise typer.Exit(run_demo(workdir))
+
+
+# ---- values of options ---------------------------------------------------------------------------------------------
+
+
+def parse_shapes(texts: list[str]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """``["x=2x3:bfloat16"]`` -> ``{"x": ((2, 3), "bfloat16")}``; ``x=:float32`` is a scalar. ValueError lists every wrong one."""
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    problems = []
+    for text in texts:
+        name, _, rest = text.partition("=")
+        sizes, _, dtype = rest.partition(":")
+        parts = sizes.split("x") if sizes else []
+        if not name.isidentifier() or not dtype.isidentifier() or not all(p.isdecimal() for p in parts):
+            problems.append(f"--shape = {text!r}: must read NAME=SIZExSIZE:DTYPE, for example x=4096x8192:bfloat16")
+        elif name in shapes:
+            problems.append(f"--shape = {text!r}: {name} is given twice; drop one")
+        else:
+            shapes[name] = (tuple(map(int, parts)), dtype)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return shapes
+
+
+def parse_attributes(texts: list[str]) -> dict[str, Any]:
+    """``["causal=true", "window=[127, 0]"]`` -> Python values; lists become tuples. ValueError lists every wrong one."""
+    attrs: dict[str, Any] = {}
+    problems = []
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError:
+            parsed = value if value.isidentifier() else None  # a bare word is a string: layout=sbhd
+        if not name.isidentifier() or (parsed is None and value != "null"):
+            problems.append(f"--attr = {text!r}: must read NAME=VALUE with a JSON value or a word, for example causal=true")
+        elif name in attrs:
+            problems.append(f"--attr = {text!r}: {name} is given twice; drop one")
+        attrs[name] = tuple(parsed) if isinstance(parsed, list) else parsed
+    if problems:
+        raise ValueError("\n".join(problems))
+    return attrs
+
+
+def _console() -> Any:
+    """A rich Console; wide where nobody's terminal sets the width, so that a pipe gets whole lines."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 200)
+
+
+def _print_explanation(found: Any) -> None:
+    """An Explanation as text: the forward, then every region of the backward."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = _console()
+    for title, candidates in ((f"{found.op} on {found.arch}", found.candidates), *((f"backward: {ops}", c) for ops, c in found.backward)):
+        table = Table("engine", "predicted us", "why", title=title, title_justify="left", box=None, pad_edge=False)
+        for c in candidates:
+            table.add_row(c.engine, "" if c.seconds is None else f"{c.seconds * 1e6:.1f}", escape(c.reason))
+        console.print(table)
+    if found.error:
+        print(found.error, file=sys.stderr)

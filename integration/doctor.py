@@ -1,0 +1,379 @@
+"""What is installed here, what can run here, and what stands in the way.
+
+Nothing that may be broken is imported: versions come from package metadata, and torch is asked in a process of its own
+with a time limit, so that a broken torch, driver or CUDA library is a line of the report and not its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import importlib.metadata as metadata
+import importlib.util
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from .settings import SettingsError, relevant_environment, settings
+
+PACKAGES = (
+    "torch", "numpy", "triton", "apache-tvm-ffi", "nvidia-cutlass-dsl", "cuda-python", "cuda-bindings", "typer", "rich",
+    "megatron-core", "omegaconf", "tokenizers", "tensorboard", "matplotlib", "psutil",
+    "nvidia-cudnn-frontend", "quack-kernels", "flash-attn-4", "flash-attn", "transformer-engine", "apex",
+)  # fmt: skip
+_CUDA_LIBRARY = re.compile(r"^(nvidia-.*?|cuda-toolkit|transformer-engine)(-cu(\d+))?$")
+# the compiler's own libraries: nvidia-cutlass-dsl requires the cu12 set, its extra adds the cu13 set beside it
+_TWO_TOOLKITS_BY_DESIGN = ("nvidia-cutlass-dsl",)
+
+# Runs in a process of its own. Every fact is taken by itself: the first may be missing and the rest still there.
+_PROBE = r"""
+import json, sys, time
+facts = {}
+def take(name, read):
+    try:
+        facts[name] = read()
+    except BaseException as e:
+        facts.setdefault("errors", {})[name] = f"{type(e).__name__}: {e}"
+start = time.perf_counter()
+take("import", lambda: __import__("torch").__version__)
+facts["seconds"] = round(time.perf_counter() - start, 2)
+if "import" in facts:
+    import torch
+    facts["version"], facts["file"] = torch.__version__, torch.__file__
+    take("cuda_build", lambda: torch.version.cuda)
+    take("cudnn", lambda: torch.backends.cudnn.version())
+    take("driver_cuda", lambda: torch._C._cuda_getDriverVersion())
+    take("nccl", lambda: list(torch.cuda.nccl.version()))
+    take("available", lambda: torch.cuda.is_available())
+    take("archs", lambda: torch.cuda.get_arch_list())
+    def device(i):
+        p = torch.cuda.get_device_properties(i)
+        return {"index": i, "name": p.name, "capability": [p.major, p.minor], "memory_gib": round(p.total_memory / 2**30, 1)}
+    take("devices", lambda: [device(i) for i in range(torch.cuda.device_count())])
+    def loaded():
+        with open("/proc/self/maps") as f:
+            return sorted({l.split(None, 5)[5].strip() for l in f if "libcudnn" in l})
+    take("cudnn_files", loaded)
+print("\n" + json.dumps(facts))
+"""
+
+
+def collect(*, torch_timeout: float = 120.0) -> dict[str, Any]:
+    """Everything the report shows, as JSON-able data.
+
+    Keys: layerplan, python, system, packages, libraries, torch, driver, gpus, engines, caches, environment, problems.
+    ``problems`` lists what should be mended; ``torch_timeout`` (seconds) bounds the only slow part.
+    """
+    problems: list[str] = []
+    environment = relevant_environment()
+    versions = _installed_versions(problems)
+    torch_facts = probe_torch(torch_timeout)
+    driver = _driver()
+    problems += _torch_problems(torch_facts, driver) + _library_problems(versions, torch_facts, environment)
+    gpus = _gpus(torch_facts, problems)
+    try:
+        settings()
+    except SettingsError as e:
+        problems += [f"environment: {line}" for line in str(e).splitlines()]
+    return {
+        "layerplan": _own_facts(),
+        "python": {"version": platform.python_version(), "executable": sys.executable, "prefix": sys.prefix},
+        "system": {"os": platform.platform(), "machine": platform.machine(), "libc": " ".join(platform.libc_ver())},
+        "packages": {name: versions.get(name) for name in PACKAGES},
+        "libraries": {name: v for name, v in sorted(versions.items()) if _CUDA_LIBRARY.match(name) and name not in PACKAGES},
+        "megatron": _megatron(versions),
+        "torch": torch_facts,
+        "driver": driver,
+        "gpus": gpus,
+        "engines": _engines(torch_facts, gpus, problems),
+        "caches": _caches(environment),
+        "environment": environment,
+        "problems": problems,
+    }  # fmt: skip
+
+
+def probe_torch(timeout: float) -> dict[str, Any]:
+    """What torch says of itself. ``status``: ok, missing, broken or timeout; ``error`` says more where it is not ok."""
+    try:
+        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=timeout, errors="replace")
+    except subprocess.TimeoutExpired:
+        return {"status": "timeout", "error": f"importing torch and asking for devices took more than {timeout:g} s"}
+    except OSError as e:
+        return {"status": "broken", "error": f"could not start {sys.executable}: {e}"}
+    last = done.stdout.strip().rpartition("\n")[2]
+    try:
+        facts = json.loads(last)
+    except json.JSONDecodeError:  # killed by a signal, or printed over: the tail says why
+        tail = " | ".join(done.stderr.strip().splitlines()[-3:]) or "no output"
+        return {"status": "broken", "error": f"the process that imports torch ended with {done.returncode}: {tail}"}
+    error = facts.get("errors", {}).pop("import", None)
+    if error is None:
+        return {"status": "ok", **facts}
+    missing = "No module named 'torch'" in error
+    return {"status": "missing" if missing else "broken", "error": error, "seconds": facts["seconds"]}
+
+
+def _installed_versions(problems: list[str]) -> dict[str, str]:
+    """Normalised distribution name -> version; a name found twice is a problem: which one counts depends on the path."""
+    versions: dict[str, str] = {}
+    places: dict[str, str] = {}
+    for dist in metadata.distributions():
+        try:
+            name, version, place = _normal(dist.metadata["Name"]), dist.version, str(dist.locate_file(""))
+        except Exception:  # a half-removed package has metadata without a name; pip calls it invalid too
+            continue
+        if name not in versions:
+            versions[name], places[name] = version, place
+        elif versions[name] != version and (name in PACKAGES or _CUDA_LIBRARY.match(name)):
+            problems.append(f"{name} is installed twice: {versions[name]} in {places[name]} and {version} in {place}; "
+                            "the first is used: uninstall the other")  # fmt: skip
+    return versions
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _own_facts() -> dict[str, Any]:
+    import layerplan
+
+    root = Path(layerplan.__file__).resolve().parent
+    checkout = (root.parent / "pyproject.toml").exists()
+    return {"version": layerplan.__version__, "location": str(root), "install": "checkout" if checkout else "package"}
+
+
+def _megatron(versions: dict[str, str]) -> dict[str, Any]:
+    """A git checkout on the path counts: it has no metadata."""
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except (ImportError, ValueError):
+        spec = None
+    return {"version": versions.get("megatron-core"), "location": str(Path(spec.origin).parent) if spec and spec.origin else None}
+
+
+def _driver() -> dict[str, Any]:
+    """The kernel module's version, read where the module itself writes it: no driver library is loaded."""
+    path = Path("/proc/driver/nvidia/version")
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return {"version": None}
+    found = re.search(r"Kernel Module[^\d]*(\d+\.\d+(?:\.\d+)?)", text)
+    return {"version": found.group(1) if found else text.splitlines()[0]}
+
+
+def _torch_problems(torch_facts: dict[str, Any], driver: dict[str, Any]) -> list[str]:
+    if torch_facts["status"] != "ok":
+        remedy = "pip install torch" if torch_facts["status"] == "missing" else "reinstall torch; the error names what is amiss"
+        return [f"torch is {torch_facts['status']}: {torch_facts['error']}; {remedy}"]
+    found = []
+    built, has_driver = torch_facts.get("cuda_build"), driver["version"] is not None
+    speaks = torch_facts.get("driver_cuda") or 0  # 12040 for CUDA 12.4, 0 without a driver
+    if has_driver and built is None:
+        found.append("torch is a CPU build, but an NVIDIA driver is here; install a CUDA build of torch")
+    elif has_driver and not torch_facts.get("devices"):
+        why = torch_facts.get("errors", {}).get("devices", "no device is visible; see CUDA_VISIBLE_DEVICES")
+        found.append(f"an NVIDIA driver ({driver['version']}) is here, but torch sees no GPU: {why}")
+    if built and 0 < speaks < int(built.split(".")[0]) * 1000:
+        found.append(f"torch is built for CUDA {built}, the driver speaks CUDA {speaks // 1000}.{speaks % 1000 // 10}; "
+                     "install a newer driver, or a torch for the driver's CUDA")  # fmt: skip
+    return found
+
+
+def _library_problems(versions: dict[str, str], torch_facts: dict[str, Any], environment: dict[str, str]) -> list[str]:
+    """Clashes between CUDA libraries: two toolkits, two cuDNNs, other versions than torch was built with."""
+    found = []
+    built = (torch_facts.get("cuda_build") or "").split(".")[0]
+    for base, named in _by_library(versions).items():
+        if len(named) > 1:
+            what = "two cuDNNs are installed" if base == "nvidia-cudnn" else "one library is installed for two CUDA versions"
+            names = " and ".join(f"{name} {versions[name]}" for name in sorted(named.values()))
+            found.append(f"{what}: {names}; uninstall the one that torch was not built for")
+        elif built and built not in named:
+            (other,) = named.values()
+            found.append(f"torch is built for CUDA {torch_facts['cuda_build']}, installed is {other}; install {base}-cu{built}")
+    found += _pins_not_met("torch", versions)
+    found += _cudnn_copies(torch_facts, environment)
+    return found
+
+
+def _by_library(versions: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Library -> {CUDA major: distribution}. From CUDA 13 on most names bear no suffix: nvidia-cublas, nvidia-cublas-cu12."""
+    found: dict[str, dict[str, str]] = {}
+    for name in sorted(versions):
+        match = _CUDA_LIBRARY.match(name)
+        if match and match.group(3) and not name.startswith(_TWO_TOOLKITS_BY_DESIGN):
+            found.setdefault(match.group(1), {})[match.group(3)] = name
+    for base, named in found.items():
+        if base in versions and base.startswith("nvidia-") and "13" not in named:
+            named["13"] = base
+    return found
+
+
+def _pins_not_met(name: str, versions: dict[str, str]) -> list[str]:
+    """Exact pins in a package's metadata that the installed versions do not meet."""
+    try:
+        wanted = metadata.requires(name) or ()
+    except metadata.PackageNotFoundError:
+        return []
+    found = []
+    for line in wanted:
+        match = re.match(r"^([\w.-]+)(?:\[[^\]]*\])?\s*==\s*([\w.+]+)\s*(;.*)?$", line)
+        if match is None or "extra ==" in (match.group(3) or "") or not sys.platform.startswith("linux"):
+            continue
+        other, version = _normal(match.group(1)), match.group(2)
+        if other in versions and versions[other] != version:
+            found.append(f"{name} {versions.get(name)} was built with {other} {version}, installed is {versions[other]}; "
+                         f"pip install '{other}=={version}'")  # fmt: skip
+    return found
+
+
+def _cudnn_copies(torch_facts: dict[str, Any], environment: dict[str, str]) -> list[str]:
+    """A cuDNN on LD_LIBRARY_PATH is found before the one that came with torch."""
+    found = []
+    for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(":")):
+        with contextlib.suppress(OSError):
+            copies = sorted(p.name for p in Path(folder).glob("libcudnn.so*"))
+            if copies:
+                found.append(f"LD_LIBRARY_PATH holds a cuDNN of its own ({folder}: {copies[0]}), which is loaded before torch's; "
+                             "remove the folder from LD_LIBRARY_PATH")  # fmt: skip
+    folders = {str(Path(f).parent) for f in torch_facts.get("cudnn_files", ())}
+    if len(folders) > 1:
+        found.append(f"two cuDNNs are loaded in one process: {', '.join(sorted(folders))}; keep the one that torch came with")
+    return found
+
+
+def _gpus(torch_facts: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
+    """Devices with the arch that the planner uses for each, None where it has none."""
+    from .engines import arch as archs
+
+    rows = []
+    for device in torch_facts.get("devices", ()):
+        try:
+            name = archs._of_capability(tuple(device["capability"])).name
+        except ValueError as e:
+            name = None
+            problems.append(f"GPU {device['index']} ({device['name']}): {e}")
+        rows.append({**device, "arch": name})
+    return rows
+
+
+def _engines(torch_facts: dict[str, Any], gpus: list[dict[str, Any]], problems: list[str]) -> list[dict[str, Any]]:
+    """Every engine of the manifest against every arch here: does it run, and why not."""
+    from .engines.manifest import MANIFEST
+
+    here = list(dict.fromkeys(g["arch"] for g in gpus if g["arch"])) + ["cpu"]
+    rows = []
+    for entry in MANIFEST:
+        for arch in here:
+            reason = _why_not(entry, arch, torch_facts)
+            rows.append({"id": entry.id, "arch": arch, "runs": reason is None, "reason": reason, "note": entry.note})
+    if not any(r["runs"] for r in rows):
+        problems.append("no engine can run here; the engines' reasons say what is missing")
+    return rows
+
+
+def _why_not(entry: Any, arch: str, torch_facts: dict[str, Any]) -> str | None:
+    if arch not in entry.archs:
+        return f"has no code for {arch}; it runs on {', '.join(entry.archs)}"
+    missing = entry.missing_package()
+    if missing is not None:
+        return f"needs the package {missing!r}, which is not installed"
+    if "torch" in entry.needs and torch_facts["status"] != "ok":
+        return f"needs torch, which is {torch_facts['status']}"
+    return None
+
+
+def _caches(environment: dict[str, str]) -> list[dict[str, Any]]:
+    try:
+        own = settings().cache_dir
+    except SettingsError:
+        own = Path(environment.get("LAYERPLAN_CACHE_DIR") or "~/.cache/layerplan").expanduser()
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = "unknown"
+    temporary = Path(tempfile.gettempdir())
+    places = {
+        "layerplan": own,
+        "inductor": Path(environment.get("TORCHINDUCTOR_CACHE_DIR") or temporary / f"torchinductor_{user}"),
+        "triton": Path(environment.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"),
+    }
+    if environment.get("CUTE_DSL_CACHE_DIR"):
+        places["cute_dsl"] = Path(environment["CUTE_DSL_CACHE_DIR"])
+    return [{"name": name, "path": str(path), **_size(path)} for name, path in places.items()]
+
+
+def _size(path: Path, limit_s: float = 3.0) -> dict[str, Any]:
+    """Files and MiB under a folder; ``complete`` is False where counting would have taken longer than ``limit_s``."""
+    files, nbytes, end = 0, 0, time.monotonic() + limit_s
+    if not path.is_dir():
+        return {"exists": False, "files": 0, "mib": 0.0, "complete": True}
+    for folder, _, names in path.walk(on_error=None):
+        for name in names:
+            with contextlib.suppress(OSError):
+                nbytes += (folder / name).lstat().st_size
+                files += 1
+        if time.monotonic() > end:
+            return {"exists": True, "files": files, "mib": round(nbytes / 2**20, 1), "complete": False}
+    return {"exists": True, "files": files, "mib": round(nbytes / 2**20, 1), "complete": True}
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+
+def render(facts: dict[str, Any], console: Any) -> None:
+    """The report as text on a rich Console."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    def table(title: str, *columns: str) -> Table:
+        return Table(*columns, title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+
+    own, py, torch_facts = facts["layerplan"], facts["python"], facts["torch"]
+    console.print(f"[bold]layerplan {own['version']}[/] ({own['install']}, {escape(own['location'])})")
+    console.print(f"python {py['version']} ({escape(py['executable'])}) on {escape(facts['system']['os'])}\n")
+
+    packages = table("packages", "name", "version")
+    for name, version in (*facts["packages"].items(), *facts["libraries"].items()):
+        packages.add_row(name, version or "[dim]not installed[/]")
+    console.print(packages)
+    if facts["megatron"]["location"] and not facts["megatron"]["version"]:
+        console.print(f"megatron.core is a checkout in {escape(facts['megatron']['location'])}")
+
+    if torch_facts["status"] == "ok":
+        console.print(f"\ntorch {torch_facts['version']}: CUDA {torch_facts.get('cuda_build')}, cuDNN {torch_facts.get('cudnn')}, "
+                      f"NCCL {'.'.join(map(str, torch_facts.get('nccl', ['none'])))}, imported in {torch_facts['seconds']} s")  # fmt: skip
+    else:
+        console.print(f"\ntorch: {torch_facts['status']}: {escape(torch_facts['error'])}")
+    console.print(f"NVIDIA driver: {facts['driver']['version'] or 'none'}")
+    for gpu in facts["gpus"]:
+        console.print(f"GPU {gpu['index']}: {gpu['name']}, {gpu['memory_gib']} GiB, planned as {gpu['arch'] or 'nothing'}")
+    if not facts["gpus"]:
+        console.print("GPUs: none")
+
+    engines = table("\nengines", "engine", "arch", "runs", "why not, or what it is")
+    for row in facts["engines"]:
+        engines.add_row(row["id"], row["arch"], "yes" if row["runs"] else "no", escape(row["reason"] or row["note"]))
+    console.print(engines)
+
+    caches = table("\ncaches", "name", "files", "MiB", "folder")
+    for row in facts["caches"]:
+        more = "" if row["complete"] else "+"
+        caches.add_row(row["name"], f"{row['files']}{more}", f"{row['mib']}{more}", escape(row["path"]))
+    console.print(caches)
+
+    console.print("\n[bold]environment[/]")
+    for name, value in facts["environment"].items():
+        console.print(f"{name}={escape(value)}")
+    if not facts["environment"]:
+        console.print("nothing that bears on layerplan is set")
+    console.print(f"\n[bold]problems: {len(facts['problems']) or 'none'}[/]")
+    for problem in facts["problems"]:
+        console.print(f"- {escape(problem)}")

@@ -1,0 +1,40 @@
+"""The README's engine x arch table, made from the manifest: ``python -m layerplan.integration.engines.table [README.md]``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from .manifest import ALL, MANIFEST
+
+BEGIN, END = "<!-- engines: begin (made by python -m layerplan.integration.engines.table) -->", "<!-- engines: end -->"
+
+
+def markdown() -> str:
+    """One row per engine of the manifest, one column per arch; where it has code for an arch, the cell says yes."""
+    head = ["engine", *(a.replace("sm_", "sm") for a in ALL), "needs", "what it is"]
+    rows = [
+        [f"`{e.id}`", *("yes" if a in e.archs else "" for a in ALL), ", ".join(e.needs), e.note]
+        for e in MANIFEST
+    ]  # fmt: skip
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def updated(text: str) -> str:
+    """``text`` with a new table between its markers. Raises ValueError where it has not exactly one pair of them."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"the text must hold exactly one line {BEGIN!r} and, after it, one line {END!r}")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{markdown()}\n{END}{rest.split(END)[1]}"
+
+
+def main(arguments: list[str]) -> int:
+    """Bring the named file (default README.md) up to date."""
+    path = Path(arguments[0] if arguments else "README.md")
+    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

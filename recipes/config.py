@@ -1,0 +1,321 @@
+"""What a pretraining run is made of: one dataclass per section, and the rules between their fields.
+
+Times are in optimiser steps, batches in sequences, sizes in elements unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with a configuration: which field, what it holds, the rule it breaks, and what to do."""
+
+    field: str
+    value: Any
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.value!r}: {self.rule}; {self.remedy}"
+
+
+class RecipeError(ValueError):
+    """A configuration that cannot be run; ``problems`` holds all that is wrong with it."""
+
+    def __init__(self, problems: Sequence[Problem]):
+        self.problems = list(problems)
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+        super().__init__(f"{count}:\n" + "\n".join(f"  {p}" for p in self.problems))
+
+
+@dataclass(kw_only=True)
+class Model:
+    """A decoder-only transformer. ``head_dim`` None means hidden_size / num_attention_heads."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    vocab_size: int
+    seq_length: int
+    head_dim: int | None = None
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    norm_eps: float = 1e-5
+    activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = "swiglu"
+    linear_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_base: float = 10000.0
+    tie_embeddings: bool = False
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    init_std: float = 0.02
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim or self.hidden_size // max(self.num_attention_heads, 1)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu")
+
+
+@dataclass(kw_only=True)
+class Parallel:
+    """How ranks share the model. Data parallelism takes what tensor and pipeline leave over."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: bool = False
+    distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+
+
+@dataclass(kw_only=True)
+class Data:
+    """``prefix``: what ``layerplan data prepare`` wrote (prefix.bin, prefix.idx, prefix.tokenizer.json)."""
+
+    prefix: str | None = None
+    seed: int = 1234
+    split: str = "100,0,0"
+    mask_loss_after_eod: bool = False
+
+
+@dataclass(kw_only=True)
+class Optimizer:
+    """Adam with decoupled weight decay; biases, norms and other one-dimensional parameters are not decayed."""
+
+    lr: float
+    min_lr: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_grad: float = 1.0
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    """Linear warm-up, then ``style`` down to optimizer.min_lr at ``decay_steps`` (None: train.steps)."""
+
+    style: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+
+
+@dataclass(kw_only=True)
+class Precision:
+    """``bf16``: parameters and activations in bfloat16, gradients accumulated and weights kept in float32."""
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """Whose layers run, and what the planner may choose. ``arch`` None means the device at hand."""
+
+    layers: Literal["layerplan", "megatron_local"] = "layerplan"
+    policy: Literal["auto", "strict", "reference"] = "auto"
+    deterministic: bool = False
+    recompute: Literal["none", "full", "selective"] = "none"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    arch: str | None = None
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    """``dir`` None writes nothing. ``keep``: how many complete ones stay."""
+
+    dir: str | None = None
+    every_steps: int = 0
+    keep: int = 2
+    resume: Literal["auto", "none"] = "auto"
+    background: bool = True
+    save_at_end: bool = True
+
+
+@dataclass(kw_only=True)
+class Logging:
+    """``dir`` None: beside the checkpoints, or nowhere. Metrics are JSON lines; the rest is drawn from them."""
+
+    dir: str | None = None
+    every_steps: int = 1
+    progress: bool = True
+    tensorboard: bool = False
+    plot: bool = True
+
+
+@dataclass(kw_only=True)
+class Train:
+    """``global_batch`` sequences make one step, in micro-batches of ``micro_batch`` per data-parallel rank."""
+
+    steps: int
+    global_batch: int
+    micro_batch: int
+    seed: int = 1234
+    threads: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+_SPLIT_PARTS = 3
+_MODULES = ("core_attn", "layernorm", "mlp", "moe_act", "mla_up_proj")
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """One whole pretraining run."""
+
+    name: str
+    model: Model
+    train: Train
+    optimizer: Optimizer
+    parallel: Parallel = field(default_factory=Parallel)
+    data: Data = field(default_factory=Data)
+    schedule: Schedule = field(default_factory=Schedule)
+    precision: Precision = field(default_factory=Precision)
+    plan: Plan = field(default_factory=Plan)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    logging: Logging = field(default_factory=Logging)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, as JSON would hold them."""
+        return {k: _plain(v) for k, v in dataclasses.asdict(self).items()}
+
+    def sections(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "name"}
+
+    def validate(self) -> list[Problem]:
+        """Everything that is wrong, without a device and without the number of ranks."""
+        return [*_ranges(self), *_model(self), *_parallel(self), *_rest(self)]
+
+    def validate_world(self, world: int) -> list[Problem]:
+        """What is wrong once the number of ranks is known."""
+        p, t = self.parallel, self.train
+        block = p.tensor * p.pipeline
+        if block < 1 or world % block:
+            return [Problem("parallel.tensor * parallel.pipeline", block, f"must divide the number of ranks, {world}",
+                            f"start a multiple of {block} ranks, or lower parallel.tensor or parallel.pipeline")]  # fmt: skip
+        data = world // block
+        if t.micro_batch > 0 and t.global_batch % (t.micro_batch * data):
+            unit = t.micro_batch * data
+            near = max(unit, round(t.global_batch / unit) * unit)
+            return [Problem("train.global_batch", t.global_batch, f"must be a multiple of train.micro_batch * data-parallel ranks = {unit}",
+                            f"set train.global_batch={near} or another train.micro_batch")]  # fmt: skip
+        return []
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+_AT_LEAST_ONE = (
+    "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_attention_heads", "model.num_query_groups",
+    "model.vocab_size", "model.seq_length", "model.head_dim", "parallel.tensor", "parallel.pipeline", "checkpoint.keep",
+    "logging.every_steps", "train.steps", "train.global_batch", "train.micro_batch", "train.threads", "schedule.decay_steps",
+)  # fmt: skip
+_AT_LEAST_ZERO = ("schedule.warmup_steps", "checkpoint.every_steps", "optimizer.weight_decay", "optimizer.min_lr",
+                  "optimizer.clip_grad", "model.init_std", "train.seed", "data.seed")  # fmt: skip
+_ABOVE_ZERO = ("optimizer.lr", "optimizer.eps", "model.norm_eps", "model.rope_base")
+_FRACTIONS = ("model.hidden_dropout", "model.attention_dropout", "optimizer.beta1", "optimizer.beta2")
+
+
+def _get(recipe: Recipe, path: str) -> Any:
+    section, _, name = path.partition(".")
+    return getattr(getattr(recipe, section), name)
+
+
+def _ranges(recipe: Recipe) -> list[Problem]:
+    problems = []
+    rules = (
+        (_AT_LEAST_ONE, lambda v: v >= 1, "must be at least 1"),
+        (_AT_LEAST_ZERO, lambda v: v >= 0, "must be at least 0"),
+        (_ABOVE_ZERO, lambda v: v > 0, "must be above 0"),
+        (_FRACTIONS, lambda v: 0 <= v < 1, "must be at least 0 and below 1"),
+    )
+    for paths, holds, rule in rules:
+        for path in paths:
+            value = _get(recipe, path)
+            if value is not None and not (math.isfinite(value) and holds(value)):
+                problems.append(Problem(path, value, rule, "set a value in that range"))
+    return problems
+
+
+def _divides(problems: list[Problem], path: str, value: int, by: int, what: str, remedy: str) -> None:
+    if value >= 1 and by >= 1 and value % by:
+        problems.append(Problem(path, value, f"must be a multiple of {what} = {by}", remedy))
+
+
+def _model(recipe: Recipe) -> list[Problem]:
+    m, problems = recipe.model, []
+    if m.head_dim is None:
+        _divides(problems, "model.hidden_size", m.hidden_size, m.num_attention_heads, "model.num_attention_heads",
+                 "change either, or set model.head_dim")  # fmt: skip
+    if m.head_width % 2:
+        problems.append(Problem("model.head_dim", m.head_width, "must be even: rotary embeddings turn pairs", "choose an even width"))
+    _divides(problems, "model.num_attention_heads", m.num_attention_heads, m.num_query_groups, "model.num_query_groups",
+             "every query group serves the same number of heads")  # fmt: skip
+    if m.num_query_groups > m.num_attention_heads >= 1:
+        problems.append(Problem("model.num_query_groups", m.num_query_groups,
+                                f"must be at most model.num_attention_heads = {m.num_attention_heads}", "lower it"))  # fmt: skip
+    return problems
+
+
+def _parallel(recipe: Recipe) -> list[Problem]:
+    m, p, problems = recipe.model, recipe.parallel, []
+    for path, value in (("model.num_attention_heads", m.num_attention_heads), ("model.num_query_groups", m.num_query_groups),
+                        ("model.ffn_hidden_size", m.ffn_hidden_size), ("model.vocab_size", m.vocab_size)):  # fmt: skip
+        _divides(problems, path, value, p.tensor, "parallel.tensor", "change either")
+    _divides(problems, "model.num_layers", m.num_layers, p.pipeline, "parallel.pipeline", "every stage holds the same number of layers")
+    if p.sequence:
+        _divides(problems, "model.seq_length", m.seq_length, p.tensor, "parallel.tensor", "sequence parallelism splits the sequence")
+        if p.tensor == 1:
+            problems.append(Problem("parallel.sequence", True, "needs parallel.tensor above 1", "set parallel.sequence=false"))
+        if recipe.plan.layers == "megatron_local":
+            problems.append(Problem("parallel.sequence", True, "Megatron's local norms refuse sequence parallelism",
+                                    "set plan.layers=layerplan or parallel.sequence=false"))  # fmt: skip
+    if p.overlap_param_gather and not (p.distributed_optimizer and p.overlap_grad_reduce):
+        problems.append(Problem("parallel.overlap_param_gather", True, "needs the distributed optimiser and overlapped gradients",
+                                "set parallel.distributed_optimizer=true parallel.overlap_grad_reduce=true"))  # fmt: skip
+    return problems
+
+
+def _rest(recipe: Recipe) -> list[Problem]:
+    problems = []
+    t, s, o, c = recipe.train, recipe.schedule, recipe.optimizer, recipe.checkpoint
+    _divides(problems, "train.global_batch", t.global_batch, t.micro_batch, "train.micro_batch", "a step is whole micro-batches")
+    end = s.decay_steps if s.decay_steps is not None else t.steps
+    if s.warmup_steps >= end >= 1:
+        which = "train.steps" if s.decay_steps is None else "schedule.decay_steps"
+        problems.append(Problem("schedule.warmup_steps", s.warmup_steps, f"must be below {which} = {end}",
+                                f"lower it, or raise {which}"))  # fmt: skip
+    if o.min_lr > o.lr:
+        problems.append(Problem("optimizer.min_lr", o.min_lr, f"must be at most optimizer.lr = {o.lr}", "lower it"))
+    if c.every_steps and c.dir is None:
+        problems.append(Problem("checkpoint.every_steps", c.every_steps, "needs a folder to save in", "set checkpoint.dir=PATH"))
+    problems += _split(recipe.data.split)
+    if recipe.plan.recompute == "selective":
+        for name in recipe.plan.recompute_modules:
+            if name not in _MODULES:
+                problems.append(Problem("plan.recompute_modules", name, f"must be among {', '.join(_MODULES)}", "remove it"))
+    return problems
+
+
+def _split(split: str) -> list[Problem]:
+    try:
+        parts = [float(p) for p in split.split(",")]
+    except ValueError:
+        parts = []
+    if len(parts) == _SPLIT_PARTS and all(p >= 0 for p in parts) and parts[0] > 0:
+        return []
+    return [Problem("data.split", split, "must be three shares for training, validation and test, the first above 0", "write 98,2,0")]

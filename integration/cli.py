@@ -55,11 +55,12 @@ def _need(*extras: str) -> None:
 
 def _refusing_bad_input(work: Callable[[], Any]) -> Any:
     """The result of ``work``; input that it refuses ends the command with the message alone."""
-    from .planner.planner import PlanError
-
     try:
         return work()
-    except (ValueError, PlanError) as e:
+    except (ValueError, RuntimeError) as e:
+        # PlanError is a RuntimeError of a module that needs torch: told by name, so that a wrong recipe needs no torch
+        if isinstance(e, RuntimeError) and type(e).__name__ != "PlanError":
+            raise
         _fail(str(e), 2)
 
 
@@ -130,13 +131,19 @@ def explain(
 def plan(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
     overrides: Overrides = None,
-    arch: Annotated[str, typer.Option("--arch", help="Plan for this arch.")] = "sm_90",
+    arch: Annotated[str | None, typer.Option("--arch", help="Plan for this arch; default: plan.arch of the recipe, or sm_90.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a recipe's layers for an arch and say what would run. Needs no GPU."""
-    from .training.launch import plan_command
+    from ..recipes import load_recipe
+    from .engines.arch import Arch
 
-    raise typer.Exit(plan_command(recipe, overrides or [], arch, as_json))
+    chosen = _refusing_bad_input(lambda: load_recipe(recipe, overrides or []))
+    target = _refusing_bad_input(lambda: Arch.parse(arch or chosen.plan.arch or "sm_90"))
+    from .planner.estimate import estimate_recipe
+
+    found = _refusing_bad_input(lambda: estimate_recipe(chosen, target))
+    print(json.dumps(found.to_json(), indent=2) if as_json else found)
 
 
 @app.command()
@@ -158,7 +165,7 @@ def prepare(
     inputs: Annotated[list[Path], typer.Argument(help="Text files, folders of them, or JSON-lines files.")],
     output_prefix: Annotated[Path, typer.Option("--output-prefix", help="Path of the dataset without .bin and .idx.")],
     tokenizer: Annotated[str, typer.Option("--tokenizer", help="bpe (trained on the inputs) or byte.")] = "bpe",
-    vocab_size: Annotated[int, typer.Option("--vocab-size", help="Size of the BPE vocabulary.")] = 8192,
+    vocab_size: Annotated[int, typer.Option("--vocab-size", help="Size of the BPE vocabulary.")] = 2048,
     jsonl_key: Annotated[str, typer.Option("--jsonl-key", help="Field that holds the text in JSON lines.")] = "text",
 ) -> None:
     """Turn text or JSON lines into a Megatron indexed dataset with its tokenizer."""

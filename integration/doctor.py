@@ -149,12 +149,14 @@ def _own_facts() -> dict[str, Any]:
 
 
 def _megatron(versions: dict[str, str]) -> dict[str, Any]:
-    """A git checkout on the path counts: it has no metadata."""
+    """A git checkout on the path counts: it has no metadata. Nothing of it is imported, not even the empty parent package."""
     try:
-        spec = importlib.util.find_spec("megatron.core")
+        spec = importlib.util.find_spec("megatron")
     except (ImportError, ValueError):
         spec = None
-    return {"version": versions.get("megatron-core"), "location": str(Path(spec.origin).parent) if spec and spec.origin else None}
+    folders = [Path(f) / "core" for f in (spec.submodule_search_locations or ())] if spec else []
+    location = next((str(f) for f in folders if (f / "__init__.py").exists()), None)
+    return {"version": versions.get("megatron-core"), "location": location}
 
 
 def _driver() -> dict[str, Any]:

@@ -121,7 +121,8 @@ class Precision:
 
 @dataclass(kw_only=True)
 class Plan:
-    """Whose layers run, and what the planner may choose. ``arch`` None means the device at hand."""
+    """Whose layers run, and what the planner may choose. ``arch`` is what ``--dry-run`` plans for; None means the device at hand,
+    and training refuses another."""
 
     layers: Literal["layerplan", "megatron_local"] = "layerplan"
     policy: Literal["auto", "strict", "reference"] = "auto"
@@ -190,6 +191,25 @@ class Recipe:
         """Nested plain values, as JSON would hold them."""
         return {k: _plain(v) for k, v in dataclasses.asdict(self).items()}
 
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Recipe:
+        """The recipe whose ``to_dict`` gave ``data``. Raises RecipeError naming every field that is unknown or missing."""
+        problems, made = [], {}
+        for f in dataclasses.fields(Recipe):
+            if f.name == "name":
+                continue
+            cls, given = _SECTIONS[f.name], data.get(f.name, {})
+            known = {g.name: g for g in dataclasses.fields(cls)}
+            for name in given.keys() - known.keys():
+                problems.append(Problem(f"{f.name}.{name}", given[name], "no such field", "it was written by another version of layerplan"))
+            missing = [n for n, g in known.items() if n not in given and g.default is g.default_factory is dataclasses.MISSING]
+            problems += [Problem(f"{f.name}.{n}", None, "is missing", "it was written by another version of layerplan") for n in missing]
+            if not missing:
+                made[f.name] = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known})
+        if problems:
+            raise RecipeError(problems)
+        return Recipe(name=data["name"], **made)
+
     def sections(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "name"}
 
@@ -211,6 +231,12 @@ class Recipe:
             return [Problem("train.global_batch", t.global_batch, f"must be a multiple of train.micro_batch * data-parallel ranks = {unit}",
                             f"set train.global_batch={near} or another train.micro_batch")]  # fmt: skip
         return []
+
+
+_SECTIONS: dict[str, type] = {
+    "model": Model, "train": Train, "optimizer": Optimizer, "parallel": Parallel, "data": Data, "schedule": Schedule,
+    "precision": Precision, "plan": Plan, "checkpoint": Checkpoint, "logging": Logging,
+}  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
@@ -304,6 +330,7 @@ def _rest(recipe: Recipe) -> list[Problem]:
     if c.every_steps and c.dir is None:
         problems.append(Problem("checkpoint.every_steps", c.every_steps, "needs a folder to save in", "set checkpoint.dir=PATH"))
     problems += _split(recipe.data.split)
+    problems += _arch(recipe.plan.arch)
     if recipe.plan.recompute == "selective":
         for name in recipe.plan.recompute_modules:
             if name not in _MODULES:
@@ -319,3 +346,14 @@ def _split(split: str) -> list[Problem]:
     if len(parts) == _SPLIT_PARTS and all(p >= 0 for p in parts) and parts[0] > 0:
         return []
     return [Problem("data.split", split, "must be three shares for training, validation and test, the first above 0", "write 98,2,0")]
+
+
+def _arch(name: str | None) -> list[Problem]:
+    from ..integration.engines.arch import Arch
+
+    try:
+        if name is not None:
+            Arch.parse(name)
+    except ValueError as error:
+        return [Problem("plan.arch", name, str(error).partition(": ")[2], "or leave it out: the device at hand")]
+    return []

@@ -3,8 +3,8 @@
     with compat.apply(*compat.GUARDS):      # or: handle = compat.apply("mla-rope-key-gradient"); ...; handle.undo()
         train()
 
-Nothing is patched by importing this module. A patch is counted: applied twice, it is there until both handles are undone.
-File and line numbers are those of megatron-core 0.19.2, relative to `megatron/core/`.
+Nothing is patched by importing this module. A patch is counted: applied twice, it is there until both handles are
+undone. File and line numbers are those of megatron-core 0.19.2, relative to `megatron/core/`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def megatron_version() -> str:
         return importlib.import_module("megatron.core.package_info").__version__
     except ImportError as error:
         raise CompatError(
-            "megatron-core = not importable: layerplan's Megatron side needs it; pip install 'layerplan[megatron]' or put "
+            "megatron-core = not importable: layerplan's Megatron side needs it; pip install "
+            "'layerplan[megatron]' or put "
             f"a Megatron checkout on PYTHONPATH ({error})"
         ) from error
 
@@ -151,7 +152,9 @@ def _acquire(patch: Patch, version: str) -> None:
         if patch.run is not None:
             undo.append(patch.run())
         for target in patch.targets if patch.make is not None else ():
-            undo.append(swap(target, functools.partial(patch.make, target), label=f"patch {patch.name}", version=version))
+            undo.append(
+                swap(target, functools.partial(patch.make, target), label=f"patch {patch.name}", version=version)
+            )
     except BaseException:
         for step in reversed(undo):
             step()
@@ -323,6 +326,38 @@ def _torch_sgd(_target: str, _original: Any) -> Any:
     return torch.optim.SGD
 
 
+class _TorchWeightGradient:
+    """What Megatron calls of Apex's fused_weight_gradient_mlp_cuda: main_grad += grad_output^T input, in place."""
+
+    @staticmethod
+    def _accumulate(total_input: Any, grad_output: Any, main_grad: Any) -> None:
+        import torch
+
+        left, right = grad_output.reshape(-1, grad_output.shape[-1]).t(), total_input.reshape(-1, total_input.shape[-1])
+        if main_grad.dtype == left.dtype:
+            main_grad.addmm_(left, right)
+        elif main_grad.is_cuda:  # cuBLAS adds the fp32 accumulator in its epilogue
+            torch.ops.aten.addmm.dtype_out(main_grad, left, right, torch.float32, out=main_grad)
+        else:
+            main_grad.addmm_(left.float(), right.float())
+
+    wgrad_gemm_accum_fp32 = wgrad_gemm_accum_fp16 = _accumulate
+
+
+def _weight_gradient_accumulation() -> Callable[[], None]:
+    module = importlib.import_module("megatron.core.tensor_parallel.layers")
+    if module._grad_accum_fusion_available:  # Apex is there
+        return lambda: None
+    module._grad_accum_fusion_available, module.fused_weight_gradient_mlp_cuda = True, _TorchWeightGradient
+
+    def undo() -> None:
+        module._grad_accum_fusion_available = False
+        del module.fused_weight_gradient_mlp_cuda
+
+    return undo
+
+
+
 _RANDOM = "megatron.core.tensor_parallel.random"
 _OPT = "megatron.core.optimizer"
 
@@ -338,8 +373,8 @@ _ROWS = (
         name="mla-rope-key-gradient",
         targets=("megatron.core.transformer.multi_latent_attention:MLASelfAttention._qkv_down_projection",),
         where="transformer/multi_latent_attention.py:731-754",
-        why="with TP > 1 the gradient of the shared rotary key is a partial sum that no collective completes, unless the "
-        "down projection's output is a sequence shard: TP replicas drift apart",
+        why="with TP > 1 the gradient of the shared rotary key is a partial sum that no collective completes, unless "
+        "the down projection's output is a sequence shard: TP replicas drift apart",
         make=_mla_down_projection,
     ),
     Patch(
@@ -352,10 +387,19 @@ _ROWS = (
     ),
     Patch(
         name="distopt-load-leaf",
-        targets=("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",),
+        targets=(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+        ),
         where="optimizer/distrib_optimizer.py:1192, fp32 shards are views of leaf parameters (:467)",
         why="loading writes into a view of a leaf that requires grad, outside no_grad: RuntimeError",
         make=_without_grad,
+    ),
+    Patch(
+        name="weight-gradient-accumulation",
+        targets=(),
+        where="tensor_parallel/layers.py:49, :680, :1070",
+        why="gradient_accumulation_fusion is refused for the output layer without Apex's extension; torch accumulates as well",
+        run=_weight_gradient_accumulation,
     ),
     Patch(
         name="cpu-rng-set",
@@ -454,7 +498,9 @@ _ROWS = (
 PATCHES: dict[str, Patch] = {row.name: row for row in _ROWS}
 """The table, by name."""
 
-GUARDS = ("checkpoint-fp8-flag", "mla-rope-key-gradient", "mla-qk-norm-gradient", "distopt-load-leaf")
+GUARDS = (
+    "checkpoint-fp8-flag", "mla-rope-key-gradient", "mla-qk-norm-gradient", "distopt-load-leaf", "weight-gradient-accumulation",
+)  # fmt: skip
 """Faults of Megatron-Core that are worked round wherever layerplan's layers are used."""
 
 CPU = tuple(name for name in PATCHES if name.startswith("cpu-"))

@@ -5,11 +5,12 @@
         ...                                   # build and train as on a GPU; device="cuda" means the CPU in here
 
 Megatron-Core names the device "cuda" in hundreds of places. Inside the block a function mode turns such devices into
-"cpu", the functions of torch.cuda that a training run calls are replaced one by one (TORCH_PATCHES), Megatron-Core gets the
-`cpu-*` rows and the guards of compat.py, and its optimiser comes from optimizer.py. On leaving, all of it is taken back.
+"cpu", the functions of torch.cuda that a training run calls are replaced one by one (TORCH_PATCHES), Megatron-Core gets
+the `cpu-*` rows and the guards of compat.py, and its optimiser comes from optimizer.py. On leaving, all of it is taken
+back.
 
-The CPU's generator plays the CUDA generator: Megatron's tracker then forks it as it forks the GPU's. The mode is for one thread
-of a process that never touches CUDA; it is refused where CUDA is initialised and where it is on already.
+The CPU's generator plays the CUDA generator: Megatron's tracker then forks it as it forks the GPU's. The mode is for
+one thread of a process that never touches CUDA; it is refused where CUDA is initialised and where it is on already.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def _set_state() -> Any:
 def _refuse_init() -> Any:
     def _lazy_init() -> None:
         raise CpuModeError(
-            "device = cuda: CUDA was about to be initialised inside CPU mode; something reached for a GPU in a way the mode "
+            "device = cuda: CUDA was about to be initialised inside CPU mode; something reached for a GPU in a "
+            "way the mode "
             "does not turn into the CPU. Pass device='cpu' there, or leave the mode first"
         )
 
@@ -136,7 +138,9 @@ def _cuda(*names: str) -> tuple[str, ...]:
 
 
 TORCH_PATCHES = (
-    TorchPatch(targets=_cuda("is_available"), why="a host with a GPU takes the same paths as one without", make=_returns(False)),
+    TorchPatch(
+        targets=_cuda("is_available"), why="a host with a GPU takes the same paths as one without", make=_returns(False)
+    ),
     TorchPatch(targets=_cuda("_lazy_init"), why="a GPU that is reached for by accident is an error", make=_refuse_init),
     TorchPatch(targets=_cuda("current_device"), why="goes straight into device= arguments", make=_returns(_CPU)),
     TorchPatch(targets=_cuda("device_count"), why="ranks are divided by it; one device a process", make=_returns(1)),
@@ -159,7 +163,9 @@ TORCH_PATCHES = (
     TorchPatch(targets=_cuda("Stream"), why="no streams", make=lambda: CpuStream),
     TorchPatch(targets=_cuda("Event"), why="no streams", make=lambda: CpuEvent),
     TorchPatch(targets=_cuda("is_current_stream_capturing"), why="no graphs on a CPU", make=_returns(False)),
-    TorchPatch(targets=_cuda("get_device_capability"), why="older than any arch a check asks for", make=_returns((0, 0))),
+    TorchPatch(
+        targets=_cuda("get_device_capability"), why="older than any arch a check asks for", make=_returns((0, 0))
+    ),
     TorchPatch(targets=_cuda("manual_seed"), why="the CPU generator plays the CUDA generator", make=_seed),
     TorchPatch(
         targets=_cuda("get_rng_state", "random.get_rng_state"),
@@ -172,7 +178,9 @@ TORCH_PATCHES = (
         make=_set_state,
     ),
     TorchPatch(
-        targets=_cuda("nvtx.range_push", "nvtx.range_pop", "nvtx.mark"), why="torch built without NVTX raises", make=_returns(None)
+        targets=_cuda("nvtx.range_push", "nvtx.range_pop", "nvtx.mark"),
+        why="torch built without NVTX raises",
+        make=_returns(None),
     ),
 )
 
@@ -228,18 +236,22 @@ class CpuMode:
         with _lock:
             if _current is not None:
                 raise CpuModeError(
-                    "cpu_mode = on already: its patches are the process's, so it cannot be nested or entered by a second thread; "
+                    "cpu_mode = on already: its patches are the process's, so it cannot be nested or entered by "
+                    "a second thread; "
                     "run inside the block that is open"
                 )
             if torch.cuda.is_initialized():
                 raise CpuModeError(
-                    "CUDA = initialised: tensors may already be on a GPU, and CPU mode would read them as CPU tensors; enter it "
+                    "CUDA = initialised: tensors may already be on a GPU, and CPU mode would read them as CPU "
+                    "tensors; enter it "
                     "in a fresh process, before the first use of CUDA"
                 )
             with contextlib.ExitStack() as stack:
                 for patch in TORCH_PATCHES:
                     for target in patch.targets:
-                        undo = compat.swap(target, lambda _, make=patch.make: make(), label="CPU mode", version=torch.__version__)
+                        undo = compat.swap(
+                            target, lambda _, make=patch.make: make(), label="CPU mode", version=torch.__version__
+                        )
                         stack.callback(undo)
                 stack.enter_context(compat.apply(*compat.CPU, *compat.GUARDS))
                 stack.callback(install_optimizer(force=True).undo)
@@ -253,9 +265,13 @@ class CpuMode:
         global _current
         with _lock:
             if self._stack is None or _current is not self:
-                raise CpuModeError("cpu_mode = off: this mode is not the one in force; leave each mode once, after entering it")
+                raise CpuModeError(
+                    "cpu_mode = off: this mode is not the one in force; leave each mode once, after entering it"
+                )
             if threading.get_ident() != self._thread:
-                raise CpuModeError("cpu_mode = on in another thread: its function mode is that thread's; leave it there")
+                raise CpuModeError(
+                    "cpu_mode = on in another thread: its function mode is that thread's; leave it there"
+                )
             stack, self._stack, _current = self._stack, None, None
         stack.close()
 
@@ -269,8 +285,8 @@ class CpuMode:
 def cpu_mode() -> CpuMode:
     """A context inside which unmodified Megatron-Core builds and trains on the CPU, with gloo.
 
-    Raises CpuModeError if CUDA is initialised or the mode is on already, CompatError if the installed Megatron-Core or torch
-    lacks what is replaced; warns (CompatWarning) about a Megatron-Core other than 0.19.x.
+    Raises CpuModeError if CUDA is initialised or the mode is on already, CompatError if the installed Megatron-Core or
+    torch lacks what is replaced; warns (CompatWarning) about a Megatron-Core other than 0.19.x.
     """
     return CpuMode()
 

@@ -23,7 +23,8 @@ _CHUNK = 2048 * 32  # unused by torch's kernels; the operators keep amp_C's sign
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam and AdamW in one kernel per dtype and device, with the interface of Transformer Engine's and Apex's FusedAdam.
+    """Adam and AdamW in one kernel per dtype and device, with the interface of Transformer Engine's and Apex's
+    FusedAdam.
 
     State per parameter: `exp_avg` and `exp_avg_sq`, of the parameter's shape, dtype and device. `step` (int) is in
     the parameter group, so that it is saved with the group and is the same for every shard. A parameter without a
@@ -72,7 +73,8 @@ class FusedAdam(torch.optim.Optimizer):
             raise TypeError(f"FusedAdam: {', '.join(sorted(unknown))}: no such option of this optimiser; remove it")
         self.adam_w_mode = bool(adam_w_mode)
         defaults = {
-            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction
+            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "bias_correction":
+            bias_correction
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -128,7 +130,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._update_foreach(group, params, grads, averages, squares)
 
     def _update_foreach(self, group: dict[str, Any], params: Any, grads: Any, averages: Any, squares: Any) -> None:
-        """The same update in multi-tensor operations, for what the fused kernels lack: no bias correction, other devices."""
+        """The same update in multi-tensor operations: without bias correction, and for devices without fused kernels."""
         (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), float(group["weight_decay"])
         steps = group["step"] if group["bias_correction"] else None
         correction1 = 1.0 if steps is None else 1.0 - beta1**steps

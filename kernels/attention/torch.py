@@ -11,6 +11,7 @@ import torch
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
 from ...integration.graph.ops.attention import softmax_scale
+from ...integration.graph.ops.table import size_product
 
 _aten = torch.ops.aten
 
@@ -26,6 +27,8 @@ def _common_decline(region: Region) -> str | None:
         return "mask: takes no boolean mask"
     if region.spec("dlse") is not None:
         return "LSE gradient: its backward takes none"
+    if 0 in region.spec("q").shape or 0 in region.spec("k").shape:
+        return "no queries or no keys: the kernels divide by their number"
     return None
 
 
@@ -44,11 +47,31 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _views(layout: str):
-    """Functions to a kernel's [b, h, s, d] view, without copies where the head dim is dense, and back."""
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """The GPU kernels also load 16 bytes at a time: on other addresses flash faults and cuDNN reads wrong values (both
+    seen on an H200 with a storage offset of one element), so such a tensor is copied."""
+    strides = x.stride()
+    if strides[-1] == 1 and not x.data_ptr() & 15 and not any(s & 7 for s in strides[:-1]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _views(layout: str, prepare=_aligned):
+    """Functions to a kernel's [b, h, s, d] view, without copies where ``prepare`` makes none, and back."""
     if layout == "bshd":
-        return (lambda x: _dense(x).transpose(1, 2)), (lambda x: x.transpose(1, 2))
-    return (lambda x: _dense(x).permute(1, 2, 0, 3)), (lambda x: x.permute(2, 0, 1, 3))
+        return (lambda x: prepare(x).transpose(1, 2)), (lambda x: x.transpose(1, 2))
+    return (lambda x: prepare(x).permute(1, 2, 0, 3)), (lambda x: x.permute(2, 0, 1, 3))
+
+
+def _accumulator_elements(region: Region) -> int:
+    """At most so many elements has FlashAttention-2's dq accumulator: rows and head dim are padded."""
+    q, layout = region.spec("q"), region.node.attr("layout")
+    if layout == "thd":
+        rows = size_product(q.shape[:1]) + 128 * size_product(region.spec("cu_seqlens_q").shape)
+    else:
+        b, s = (1, 0) if layout == "sbhd" else (0, 1)
+        rows = size_product((q.shape[b],)) * -(-size_product((q.shape[s],)) // 128) * 128
+    return rows * q.shape[-2] * -(-q.shape[-1] // 32) * 32
 
 
 class _Attention(Engine):
@@ -103,6 +126,9 @@ class CudnnAttention(_Attention):
             return Decline("window: not through torch's cuDNN entry")
         if region.node.attr("causal") and not _square(region):
             return Decline("causal with Sq != Sk: top-left aligned, not bottom-right")
+        axis = 0 if region.node.attr("layout") == "sbhd" else 1
+        if 1 in (region.spec("q").shape[axis], region.spec("k").shape[axis]):
+            return Decline("a sequence of one token: cuDNN's backward crashes on it")
         d, dv = region.spec("q").shape[-1], region.spec("v").shape[-1]
         limit = 256 if arch.capability >= (9, 0) and arch.capability < (12, 0) else 128
         if d % 8 or dv % 8 or d > limit or dv > limit:
@@ -152,14 +178,16 @@ class FlashAttention(_Attention):
         if q.shape[-1] % 8 or q.shape[-1] > 256:
             return Decline(f"head dim {q.shape[-1]}: a multiple of 8 up to 256")
         if region.node.op == "sdpa_bwd":
+            if _accumulator_elements(region) >= 2**31:
+                return Decline("its float32 dq accumulator would pass 2^31 elements, which it indexes with 32 bits")
             return Offer(efficiency=0.3, launches=3, deterministic=False, ahead_of_time=True)
         return Offer(efficiency=0.35, ahead_of_time=True)
 
     @staticmethod
     def _view(layout: str):
         if layout == "sbhd":
-            return (lambda x: _dense(x).transpose(0, 1)), (lambda x: x.transpose(0, 1))
-        return _dense, (lambda x: x)
+            return (lambda x: _aligned(x).transpose(0, 1)), (lambda x: x.transpose(0, 1))
+        return _aligned, (lambda x: x)
 
     def forward(self, region, attrs):
         to, back = self._view(attrs["layout"])
@@ -241,7 +269,7 @@ class CpuAttention(_Attention):
         return Offer(efficiency=0.5, ahead_of_time=True)
 
     def forward(self, region, attrs):
-        to, back = _views(attrs["layout"])
+        to, back = _views(attrs["layout"], _dense)
         causal, scale, groups = attrs["causal"], attrs["scale"], _groups(region)
         op = _aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -252,7 +280,7 @@ class CpuAttention(_Attention):
         return run
 
     def backward(self, region, attrs):
-        to, back = _views(attrs["layout"])
+        to, back = _views(attrs["layout"], _dense)
         causal, scale, groups = attrs["causal"], attrs["scale"], _groups(region)
         op = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 

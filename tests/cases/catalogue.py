@@ -349,7 +349,24 @@ CASES: tuple[OpCase, ...] = (
     _loss_case("batched_int32", (2, 3), 33, torch.int32),
     _loss_case("no_tokens", (0,), 11),
 )  # fmt: skip
-BY_ID = {c.id: c for c in CASES}
+# sizes that reach more than one tile of a kernel
+LARGE: tuple[OpCase, ...] = (
+    _norm_case("rms_norm", "large", (1031, 1544)),
+    _norm_case("layer_norm", "large", (1031, 1544), bias=True),
+    _linear_case("large", (517,), 264, 1032, True),
+    _gate_case("swiglu", "large", (1031, 1544)),
+    _attention_case("large_causal", (2, 257, 8, 64), (2, 257, 2, 64), causal=True),
+    _attention_case("large_128", (1, 300, 4, 128), (1, 300, 4, 128)),
+    _attention_case("large_192_128", (1, 257, 4, 192), (1, 257, 4, 192), 128, causal=True),
+    _attention_case("large_256", (1, 200, 2, 256), (1, 200, 1, 256), causal=True),
+    _attention_case("large_short_keys", (2, 300, 4, 64), (2, 130, 2, 64), causal=True),
+    _attention_case("large_window", (1, 400, 4, 64), (1, 400, 2, 64), causal=True, window=(100, 0)),
+    _attention_case("large_packed", (700, 4, 64), (900, 2, 64), cu=([0, 1, 300, 300, 700], [0, 200, 500, 501, 900]), causal=True),
+    _attention_case("no_queries", (2, 0, 4, 64), (2, 8, 4, 64)),
+    _attention_case("no_keys", (2, 8, 4, 64), (2, 0, 4, 64)),
+    _loss_case("large", (300,), 32001),
+)
+BY_ID = {c.id: c for c in (*CASES, *LARGE)}
 
 
 # ---- running a row --------------------------------------------------------------------------------------------------
@@ -372,28 +389,30 @@ def place(t: Tensors, device: str, diff: tuple[str, ...], how: str = "plain") ->
     return out, guards
 
 
-def gradients(case: OpCase, call: Callable[[Tensors], tuple], t: Tensors, douts: list[torch.Tensor] | None, gen=None):
-    """(outputs, cotangents, gradients by name); cotangents are drawn where None."""
+def gradients(case: OpCase, call: Callable[[Tensors], tuple], t: Tensors, douts: list[torch.Tensor] | None, gen=None,
+              upto: int | None = None):  # fmt: skip
+    """(outputs, cotangents, gradients by name); cotangents are drawn where None. ``upto``: only that many outputs get one."""
     outs = call(t)
     if douts is None:
         douts = [torch.randn(o.shape, generator=gen, dtype=torch.float64) for o in outs]
         douts = [torch.where(torch.isfinite(o.detach().cpu()), d, 0.0) for o, d in zip(outs, douts, strict=True)]
     given = [d.to(o.device, o.dtype) for d, o in zip(douts, outs, strict=True)]
-    pairs = [(o, d) for o, d in zip(outs, given, strict=True) if o.requires_grad]
+    pairs = [(o, d) for o, d in list(zip(outs, given, strict=True))[:upto] if o.requires_grad]
     grads = torch.autograd.grad([o for o, _ in pairs], [t[n] for n in case.diff], [d for _, d in pairs], allow_unused=True)
     return outs, douts, {n: torch.zeros_like(t[n]) if g is None else g for n, g in zip(case.diff, grads, strict=True)}
 
 
-def hold(case: OpCase, device: str, dtype: torch.dtype, how: str = "plain", seed: int = 0, **kw) -> None:
+def hold(case: OpCase, device: str, dtype: torch.dtype, how: str = "plain", seed: int = 0, upto: int | None = None,
+         **kw) -> None:  # fmt: skip
     """Run a row on an engine and hold outputs and gradients to the oracle's rule. Raises Declined with the reason."""
     gen = torch.Generator().manual_seed(seed)
     inputs = case.make(gen, dtype)
     exact = {n: x.double().requires_grad_(n in case.diff) if x.is_floating_point() else x for n, x in inputs.items()}
     truth, douts, truth_grads = gradients(case, case.plain, exact, None, gen)
     rounded = [d.to(dtype).double() for d in douts]  # what every dtype is fed
-    truth, _, truth_grads = gradients(case, case.plain, exact, rounded)
+    truth, _, truth_grads = gradients(case, case.plain, exact, rounded, upto=upto)
     peers = {n: x.to(device).requires_grad_(n in case.diff) for n, x in inputs.items()}
-    peer, _, peer_grads = gradients(case, case.peer or case.plain, peers, rounded)
+    peer, _, peer_grads = gradients(case, case.peer or case.plain, peers, rounded, upto=upto)
     # the backward rebuilds p = exp(x - LSE) from a saved float32 LSE: half an ulp of the LSE is that much relative error of
     # p, and p enters a gradient in a product and in a difference, at most twice
     relative = oracle.ulp(torch.float32, case.exponent(exact)) if case.exponent else 0.0
@@ -401,7 +420,7 @@ def hold(case: OpCase, device: str, dtype: torch.dtype, how: str = "plain", seed
     before = {n: x.detach().clone() for n, x in t.items()}
     oracle.poison(*(torch.empty(o.shape, dtype=dtype, device=device) for o in truth))
     try:
-        outs, _, grads = gradients(case, lambda t: case.ours(t, **kw), t, rounded)
+        outs, _, grads = gradients(case, lambda t: case.ours(t, **kw), t, rounded, upto=upto)
     except PlanError as error:
         raise Declined(declined(error)) from None
     for i, (o, r, p) in enumerate(zip(outs, truth, peer, strict=True)):

@@ -95,6 +95,24 @@ def test_flash_declines_unequal_head_dims_and_float32_with_reason():
     assert isinstance(answer(e, sdpa((64, 8, 64), cu=True, window=(4, 0))), Offer)
 
 
+def test_flash_declines_a_backward_whose_accumulator_passes_32_bit_indices():
+    def backward(q):
+        graph = sdpa(q)
+        d = differentiate(graph, (True,) * 3)
+        (node,) = [n for n in d.backward.nodes if n.op == "sdpa_bwd"]
+        return BY_ID["attention/torch_flash"].load().match(region_of(d.backward, [node]), ARCHS["sm_90"])
+
+    got = backward((5500, 1, 24, 128))
+    assert isinstance(got, Decline) and "2^31" in got.reason
+    assert isinstance(backward((Dim("b", 8192), 1, 24, 128)), Decline), "a bucket counts by its upper end"
+    assert isinstance(backward((4, Dim("s", 32768), 64, 128)), Offer)
+
+
+def test_cudnn_declines_a_sequence_of_one_token_with_reason():
+    declines("attention/torch_cudnn", sdpa((2, 1, 8, 64)), "one token")
+    declines("attention/torch_cudnn", sdpa((2, 1, 8, 64), (2, 64, 8, 64)), "one token")
+
+
 def _norm(op="rms_norm", dtype="bfloat16", wdtype=None, **attrs):
     b = GraphBuilder()
     ports = {"x": b.input("x", TensorSpec((Dim("t", 64), 128), dtype)), "weight": b.input("w", TensorSpec((128,), wdtype or dtype))}

@@ -10,7 +10,7 @@ from tests import oracle
 from tests.cases.catalogue import BY_ID, CASES, Declined, engines_for, hold
 
 torch.set_num_threads(1)
-ROWS = [(c.id, d, e) for c in CASES for d in c.dtypes for e in engines_for(c.op, "cpu", inductor=False)]
+ROWS = [(c.id, d, e) for c in (*CASES, BY_ID["attention-no_queries"], BY_ID["attention-no_keys"]) for d in c.dtypes for e in engines_for(c.op, "cpu", inductor=False)]
 
 
 def _name(row):
@@ -21,7 +21,8 @@ def _name(row):
 def test_engine_is_as_exact_as_pytorch_or_declines_with_a_reason(row):
     name, dtype, engine = row
     try:
-        hold(BY_ID[name], "cpu", dtype, engine=engine)
+        # no engine but the reference has a gradient from the LSE: the others are asked for the output's alone
+        hold(BY_ID[name], "cpu", dtype, engine=engine, upto=1 if engine.startswith("attention/") else None)
     except Declined as reason:
         assert not engine.startswith("reference/"), f"the reference must take everything: {reason}"
         pytest.skip(f"{engine} declines: {reason}")
@@ -33,14 +34,10 @@ def test_strided_and_offset_inputs_give_the_right_values_and_stay_untouched(case
     hold(case, "cpu", torch.bfloat16, how)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.parametrize("case", [c for c in CASES if not c.id.endswith(("no_rows", "no_tokens"))], ids=lambda c: c.id)
 def test_gradient_agrees_with_finite_differences(case):
     gen = torch.Generator().manual_seed(1)
     t = {n: x.double() if x.is_floating_point() else x for n, x in case.make(gen, torch.float64).items()}
-    if any(x.numel() == 0 for x in t.values()):
-        pytest.skip("nothing to differ")
-    if case.id == "rope-partial_interleaved" or t[case.diff[0]].numel() > 2000:
-        t = {n: x for n, x in t.items()}
     leaves = [t[n].requires_grad_() for n in case.diff]
 
     def function(*values):

@@ -2,10 +2,10 @@
 
     results = run_ranks("test_megatron_cpu_mode:two_rank_scenarios", world=2, timeout=120, steps=4)
 
-Each rank is a Python process of its own with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set; the function calls
-`init_process_group("gloo")` itself. It gets the keyword arguments and returns something JSON can hold. Importing Megatron takes
-seconds per process, so one function should run many scenarios. At the time limit, or soon after a rank has failed, the ranks
-and everything they started are killed and the end of each rank's output is shown.
+Each rank is a Python process of its own with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set; the
+function calls `init_process_group("gloo")` itself. It gets the keyword arguments and returns something JSON can hold.
+Importing Megatron takes seconds per process, so one function should run many scenarios. At the time limit, or soon
+after a rank has failed, the ranks and everything they started are killed and the end of each rank's output is shown.
 """
 
 from __future__ import annotations
@@ -34,15 +34,20 @@ class RanksFailed(AssertionError):
     """A rank ended with an error or none ended in time; the message holds each rank's exit code and last output."""
 
 
-def run_ranks(function: str, world: int, timeout: float, *, env: dict[str, str] | None = None, **kwargs: Any) -> list[Any]:
-    """Results of `function` ("module:name", a module of this folder or the path of a .py file), one per rank, in rank order.
+def run_ranks(
+    function: str, world: int, timeout: float, *, env: dict[str, str] | None = None, **kwargs: Any
+) -> list[Any]:
+    """Results of `function` ("module:name", a module of this folder or the path of a .py file), one per rank, in rank
+    order.
 
     `timeout` is in seconds, for all ranks together; `env` is added to their environment; `kwargs` must fit in JSON.
     Raises RanksFailed if a rank fails or the time is over.
     """
     module, separator, name = function.rpartition(":")
     if not separator or not name or world < 1 or timeout <= 0:
-        raise ValueError(f"function = {function!r}, world = {world}, timeout = {timeout}: need 'module:name', >= 1, > 0")
+        raise ValueError(
+            f"function = {function!r}, world = {world}, timeout = {timeout}: need 'module:name', >= 1, > 0"
+        )
     path = Path(module) if module.endswith(".py") else HERE / f"{module}.py"
     if not path.is_file():
         raise ValueError(f"function = {function!r}: there is no file {path}")
@@ -84,8 +89,12 @@ def _start(path: Path, name: str, world: int, folder: Path, env: dict[str, str],
             ranks.append(
                 subprocess.Popen(
                     [*command, json.dumps(kwargs)],
-                    env=variables, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-                )  # fmt: skip
+                    env=variables,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
             )
     return ranks
 

@@ -1,4 +1,4 @@
-"""Unmodified Megatron-Core, its local layers, on CPU and gloo inside cpu_mode; everything runs in processes of its own."""
+"""Unmodified Megatron-Core, its local layers, on CPU and gloo inside cpu_mode; all of it in processes of its own."""
 
 import contextlib
 
@@ -18,10 +18,16 @@ CASES = {
 class TinyRun:
     """A two-layer GPT of Megatron's own local layers, its DDP and optimiser, and the batch it learns by heart."""
 
-    def __init__(self, *, tp=1, pp=1, distopt=False, overlap=False, bf16=False, dropout=0.0, spec=None, config_class=None, **more):
+    def __init__(
+        self, *, tp=1, pp=1, distopt=False, overlap=False, bf16=False, dropout=0.0, spec=None, config_class=None, **more
+    ):
         import torch
         from megatron.core import parallel_state as mpu
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -49,12 +55,18 @@ class TinyRun:
         rope = "none" if config_class else "rope"
         self.gpt = GPTModel(
             self.config, spec, VOCAB, SEQ, pre_process=mpu.is_pipeline_first_stage(),
-            post_process=mpu.is_pipeline_last_stage(), position_embedding_type=rope, share_embeddings_and_output_weights=False,
+            post_process=mpu.is_pipeline_last_stage(), position_embedding_type=rope,
+            share_embeddings_and_output_weights=False,
         )  # fmt: skip
         ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=distopt, overlap_grad_reduce=overlap, overlap_param_gather=overlap, grad_reduce_in_fp32=True
+            use_distributed_optimizer=distopt,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap,
+            grad_reduce_in_fp32=True,
         )
-        self.model = DistributedDataParallel(self.config, ddp, Float16Module(self.config, self.gpt) if bf16 else self.gpt)
+        self.model = DistributedDataParallel(
+            self.config, ddp, Float16Module(self.config, self.gpt) if bf16 else self.gpt
+        )
         self.model.broadcast_params()
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -130,7 +142,13 @@ def _mode_rules():
     from layerplan.integration.megatron import compat, cpu_mode
 
     def snapshot():
-        spaces = (torch.cuda, torch.cuda.random, torch.cuda.nvtx, megatron_random, megatron_random.CheckpointWithoutOutput)
+        spaces = (
+            torch.cuda,
+            torch.cuda.random,
+            torch.cuda.nvtx,
+            megatron_random,
+            megatron_random.CheckpointWithoutOutput,
+        )
         return [dict(vars(space)) for space in spaces]
 
     def same(left, right):
@@ -172,7 +190,9 @@ def _mode_rules():
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    return run_ranks("test_megatron_cpu_mode:_train", world=2, timeout=150, names=[n for n in CASES if n != "dense"], steps=4)
+    return run_ranks(
+        "test_megatron_cpu_mode:_train", world=2, timeout=150, names=[n for n in CASES if n != "dense"], steps=4
+    )
 
 
 @pytest.fixture(scope="module")

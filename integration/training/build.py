@@ -1,0 +1,239 @@
+"""A recipe as Megatron's objects: process groups, model, optimiser, learning-rate schedule."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from ...modules.base import apply_policy
+from ...recipes import Problem, Recipe, RecipeError
+from ..engines.arch import Arch
+from ..megatron import compat
+from ..megatron.cpu_mode import cpu_mode
+from ..megatron.cpu_mode import is_active as cpu_mode_is_active
+from ..megatron.optimizer import install_optimizer
+from ..planner.policy import Policy
+
+_TIMEOUT = datetime.timedelta(minutes=30)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return torch.square(F.relu(x))
+
+
+_ACTIVATIONS = {"swiglu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "squared_relu": squared_relu}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where this process stands. ``control``: a gloo group over all ranks, for decisions that must not touch the GPU."""
+
+    rank: int
+    world: int
+    tensor: int
+    pipeline: int
+    data: int
+    data_size: int
+    device: torch.device
+    control: Any
+
+    @property
+    def first_stage(self) -> bool:
+        return mpu.is_pipeline_first_stage()
+
+    @property
+    def last_stage(self) -> bool:
+        return mpu.is_pipeline_last_stage()
+
+    @property
+    def logs(self) -> bool:
+        """Whether this rank writes metrics: the first of those that know the loss."""
+        return self.last_stage and self.tensor == 0 and self.data == 0
+
+    def coordinates(self) -> str:
+        return f"rank {self.rank} (tensor {self.tensor}, pipeline {self.pipeline}, data {self.data})"
+
+
+def wants_cpu(recipe: Recipe) -> bool:
+    """Whether the run is on the CPU; refuses train.device=cuda where there is no GPU."""
+    available = torch.cuda.is_available()
+    if recipe.train.device == "cuda" and not available:
+        raise RecipeError([Problem("train.device", "cuda", "PyTorch sees no GPU here", "set train.device=cpu, or see layerplan doctor")])
+    return recipe.train.device == "cpu" or not available
+
+
+@contextlib.contextmanager
+def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
+    """Process groups, seeds and Megatron's patches for the length of the block.
+
+    One process makes a group by itself; under torchrun the group is torchrun's. A group that exists already is used and
+    left alone. On a machine without a GPU (or with train.device=cpu) the block is in CPU mode, over gloo.
+    """
+    with contextlib.ExitStack() as stack:
+        cpu = wants_cpu(recipe)
+        if cpu:
+            if not cpu_mode_is_active():
+                stack.enter_context(cpu_mode())
+            device = torch.device("cpu")
+        else:
+            stack.enter_context(compat.apply(*compat.GUARDS))
+            stack.callback(install_optimizer().undo)
+            device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
+            torch.cuda.set_device(device)
+        if recipe.train.threads is not None:
+            before = torch.get_num_threads()
+            torch.set_num_threads(recipe.train.threads)
+            stack.callback(torch.set_num_threads, before)
+        _join(stack, cpu, device)
+        world = dist.get_world_size()
+        problems = recipe.validate_world(world) + _arch_problems(recipe, cpu, device)
+        if problems:
+            raise RecipeError(problems)
+        p, t = recipe.parallel, recipe.train
+        mpu.initialize_model_parallel(p.tensor, p.pipeline)
+        stack.callback(mpu.destroy_model_parallel)
+        torch.manual_seed(t.seed)
+        model_parallel_cuda_manual_seed(t.seed)  # after the line above: on a CPU both seed the one generator
+        data_size = mpu.get_data_parallel_world_size()
+        init_num_microbatches_calculator(dist.get_rank(), None, t.global_batch, t.micro_batch, data_size)
+        stack.callback(unset_num_microbatches_calculator)
+        yield Ranks(dist.get_rank(), world, mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank(),
+                    mpu.get_data_parallel_rank(), data_size, device, dist.new_group(backend="gloo", timeout=_TIMEOUT))  # fmt: skip
+
+
+def _arch_problems(recipe: Recipe, cpu: bool, device: torch.device) -> list[Problem]:
+    if recipe.plan.arch is None:
+        return []
+    here, wanted = Arch.of_device(-1 if cpu else device.index), Arch.parse(recipe.plan.arch)
+    if here.name == wanted.name:
+        return []
+    return [Problem("plan.arch", recipe.plan.arch, f"the device at hand is {here.name}", "leave plan.arch out to train")]
+
+
+def _join(stack: contextlib.ExitStack, cpu: bool, device: torch.device) -> None:
+    if dist.is_initialized():
+        return
+    # gloo beside NCCL: objects and flags travel without a kernel on the GPU
+    options: dict[str, Any] = {"backend": "gloo"} if cpu else {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(timeout=_TIMEOUT, **options)
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT, **options)
+    stack.callback(dist.destroy_process_group)
+
+
+def transformer_config(recipe: Recipe) -> TransformerConfig:
+    """Megatron's config of the recipe's model."""
+    m, p, plan = recipe.model, recipe.parallel, recipe.plan
+    dtype = _DTYPES[recipe.precision.dtype]
+    recompute: dict[str, Any] = {}
+    if plan.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif plan.recompute == "selective":
+        recompute = {"recompute_granularity": "selective", "recompute_modules": list(plan.recompute_modules)}
+    return TransformerConfig(
+        num_layers=m.num_layers, hidden_size=m.hidden_size, ffn_hidden_size=m.ffn_hidden_size,
+        num_attention_heads=m.num_attention_heads, num_query_groups=m.num_query_groups, kv_channels=m.head_width,
+        normalization=m.normalization, layernorm_epsilon=m.norm_eps, activation_func=_ACTIVATIONS[m.activation],
+        gated_linear_unit=m.gated, add_bias_linear=m.linear_bias, add_qkv_bias=m.qkv_bias, qk_layernorm=m.qk_norm,
+        hidden_dropout=m.hidden_dropout, attention_dropout=m.attention_dropout, init_method_std=m.init_std,
+        tensor_model_parallel_size=p.tensor, pipeline_model_parallel_size=p.pipeline, sequence_parallel=p.sequence,
+        pipeline_dtype=dtype, params_dtype=dtype, bf16=dtype is torch.bfloat16, deterministic_mode=plan.deterministic,
+        transformer_impl="local", bias_dropout_fusion=False, bias_activation_fusion=False, calculate_per_token_loss=True,
+        attention_softmax_in_fp32=True, **recompute,
+    )  # fmt: skip
+
+
+def block_spec(recipe: Recipe, config: TransformerConfig) -> Any:
+    """The layers that plan.layers asks for."""
+    if recipe.plan.layers == "layerplan":
+        from ..megatron.specs import gpt_block_spec
+
+        return gpt_block_spec(config)
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+
+
+def build_model(recipe: Recipe, config: TransformerConfig) -> GPTModel:
+    """This rank's part of the model, in the parameters' dtype, on the device."""
+    m = recipe.model
+    model = GPTModel(
+        config, block_spec(recipe, config), m.vocab_size, m.seq_length,
+        pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),
+        position_embedding_type="rope", rotary_base=int(m.rope_base), share_embeddings_and_output_weights=m.tie_embeddings,
+        parallel_output=True,
+    )  # fmt: skip
+    if recipe.plan.layers == "layerplan":
+        apply_policy(model, Policy(mode=recipe.plan.policy, deterministic=recipe.plan.deterministic))
+    return model.to(torch.cuda.current_device())
+
+
+@dataclass(slots=True)
+class Built:
+    """Megatron's parts of one rank. ``gpt`` is the model without its wrappers, ``model`` what the schedule runs."""
+
+    config: TransformerConfig
+    gpt: GPTModel
+    model: DistributedDataParallel
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+
+
+def build(recipe: Recipe) -> Built:
+    """Model, wrappers, optimiser and schedule, as the recipe says. Call inside ``ranks_of``."""
+    o, p, s, t = recipe.optimizer, recipe.parallel, recipe.schedule, recipe.train
+    config = transformer_config(recipe)
+    gpt = build_model(recipe, config)
+    inner = Float16Module(config, gpt) if config.bf16 else gpt
+    model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=p.distributed_optimizer,
+            overlap_grad_reduce=p.overlap_grad_reduce, overlap_param_gather=p.overlap_param_gather,
+        ),
+        inner,
+    )  # fmt: skip
+    model.broadcast_params()
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=o.lr, min_lr=o.min_lr, adam_beta1=o.beta1, adam_beta2=o.beta2, adam_eps=o.eps,
+            weight_decay=o.weight_decay, clip_grad=o.clip_grad, bf16=config.bf16, params_dtype=config.params_dtype,
+            use_distributed_optimizer=p.distributed_optimizer, overlap_param_gather=p.overlap_param_gather,
+        ),
+        [model],
+    )  # fmt: skip
+    decay = (s.decay_steps or t.steps) * t.global_batch
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=o.lr, min_lr=o.min_lr, lr_warmup_steps=s.warmup_steps * t.global_batch,
+        lr_decay_steps=decay, lr_decay_style=s.style, start_wd=o.weight_decay, end_wd=o.weight_decay,
+        wd_incr_steps=decay, wd_incr_style="constant",
+    )  # fmt: skip
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if p.overlap_grad_reduce:
+        config.no_sync_func = model.no_sync
+    if p.overlap_param_gather:
+        config.param_sync_func = model.start_param_sync
+    return Built(config, gpt, model, optimizer, scheduler)

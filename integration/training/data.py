@@ -1,0 +1,72 @@
+"""Micro-batches from an indexed dataset, in an order that depends on the data and its seed alone.
+
+GPTDataset cuts the shuffled documents of one epoch into samples; the epochs' orders are drawn here. So neither train.steps nor
+the number of ranks changes which sample comes when, and a resumed run goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from ...recipes import Problem, Recipe, RecipeError
+from .build import Ranks
+from .tokenizer import Tokenizer
+
+Batch = dict[str, torch.Tensor]
+"""tokens, labels, position_ids [micro_batch, seq] int64; loss_mask [micro_batch, seq] fp32."""
+
+
+class Samples:
+    """The training split as an endless sequence of samples. Built on every rank; ranks that read nothing hold None."""
+
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks):
+        prefix = str(recipe.data.prefix)
+        self._seed, self._epoch, self._order = recipe.data.seed, -1, torch.empty(0, dtype=torch.int64)
+        self._reads = ranks.tensor == 0 and (ranks.first_stage or ranks.last_stage)
+        config = GPTDatasetConfig(
+            random_seed=recipe.data.seed, sequence_length=recipe.model.seq_length, blend=([prefix], None), split=recipe.data.split,
+            tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False,
+            eod_mask_loss=recipe.data.mask_loss_after_eod, create_attention_mask=False, path_to_cache=f"{prefix}.cache",
+        )  # fmt: skip
+        built = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], self._is_built_here, config).build()
+        self._dataset = built[0] if self._reads else None
+        if self._reads and (self._dataset is None or len(self._dataset) == 0):
+            raise RecipeError([Problem("data.split", recipe.data.split, f"leaves no training sample of {recipe.model.seq_length} tokens in "
+                                       f"{Path(prefix).name}", "give training a larger share, or prepare more text")])  # fmt: skip
+
+    def _is_built_here(self) -> bool:
+        return self._reads
+
+    def __getitem__(self, index: int) -> Batch:
+        epoch, place = divmod(index, len(self._dataset))
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            self._epoch, self._order = epoch, torch.randperm(len(self._dataset), generator=generator)
+        return self._dataset[int(self._order[place])]
+
+    def micro_batches(self, consumed: int, recipe: Recipe, ranks: Ranks) -> Iterator[Batch] | None:
+        """Micro-batches of this rank from sample ``consumed`` on; None on pipeline stages that need no data."""
+        if not (ranks.first_stage or ranks.last_stage):
+            return None
+        return self._generate(consumed, recipe.train.micro_batch, ranks)
+
+    def _generate(self, consumed: int, micro_batch: int, ranks: Ranks) -> Iterator[Batch]:
+        position = consumed
+        while True:
+            first = position + ranks.data * micro_batch
+            position += micro_batch * ranks.data_size
+            rows = [self[first + j] for j in range(micro_batch)] if self._reads else None
+            batch: Batch = {}
+            for dtype, keys in ((torch.int64, ("tokens", "labels", "position_ids")), (torch.float32, ("loss_mask",))):
+                packed = {k: torch.stack([row[k] for row in rows]) if rows else None for k in keys}
+                if mpu.get_tensor_model_parallel_world_size() > 1:
+                    packed = tensor_parallel.broadcast_data(list(keys), packed, dtype)
+                batch.update({k: v.to(ranks.device, non_blocking=True) for k, v in packed.items()})
+            yield batch

@@ -1,0 +1,129 @@
+"""``layerplan pretrain``: a recipe and overrides to a finished run, or to what the run would be."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ...recipes import Recipe, RecipeError, load_recipe
+from ...recipes.size import flops_per_token, memory_estimate, parameter_count
+
+EXIT_OK, EXIT_CONFIG, EXIT_NOT_FINITE, EXIT_CHECKPOINT = 0, 2, 3, 4
+
+
+def quiet_megatron() -> None:
+    """Megatron-Core warns in every run about its own plans for later releases; layerplan's users can do nothing about those."""
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
+
+
+def pretrain_command(recipe: str, overrides: list[str], dry_run: bool) -> int:
+    """The command. Returns the exit status: 0 when done or stopped by a signal, 2 for a config or data that cannot run, 3 for a
+    loss that is not finite, 4 for checkpoints that cannot be read or written."""
+    quiet_megatron()
+    try:
+        made = load_recipe(recipe, overrides)
+        if dry_run:
+            return dry_run_report(made, print)
+        return run(made)
+    except (RecipeError, FileNotFoundError) as error:
+        print(f"layerplan pretrain: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+
+
+def run(recipe: Recipe, say: Callable[[str], None] | None = None) -> int:
+    """Train; errors of a run become its exit status and a line that names step and rank. RecipeError passes through."""
+    problems, _ = _data_problems(recipe)
+    if problems:
+        raise RecipeError(problems)
+    from .checkpoint import CheckpointError
+    from .trainer import NotFiniteError, train
+
+    try:
+        train(recipe, say=say)
+    except NotFiniteError as error:
+        print(f"layerplan pretrain: {error}", file=sys.stderr, flush=True)
+        return EXIT_NOT_FINITE
+    except CheckpointError as error:
+        print(f"layerplan pretrain: {error}", file=sys.stderr, flush=True)
+        return EXIT_CHECKPOINT
+    return EXIT_OK
+
+
+def _data_problems(recipe: Recipe) -> tuple[list[Any], Any]:
+    from .indexed import check_data  # reads headers with numpy; before anything heavy is imported
+
+    return check_data(recipe)
+
+
+def dry_run_report(recipe: Recipe, out: Callable[[str], None]) -> int:
+    """Validate all that can be without a GPU and say what the run would be. Raises RecipeError."""
+    if recipe.data.prefix is not None:
+        problems, _ = _data_problems(recipe)
+        if problems:
+            raise RecipeError(problems)
+    checked = _check_megatron(recipe)
+    m, p, t = recipe.model, recipe.parallel, recipe.train
+    ranks = p.tensor * p.pipeline
+    memory = memory_estimate(recipe)
+    tokens = t.global_batch * m.seq_length
+    out(f"recipe      {recipe.name}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.num_query_groups} "
+        f"groups, vocabulary {m.vocab_size}, sequence {m.seq_length}")  # fmt: skip
+    out(f"parameters  {parameter_count(recipe):,}")
+    out(f"batch       {t.global_batch} sequences = {tokens:,} tokens a step, micro-batches of {t.micro_batch}; {t.steps:,} steps = {tokens * t.steps:,} tokens")
+    out(f"compute     {flops_per_token(recipe) * tokens:.3e} model FLOPs a step, {flops_per_token(recipe) * tokens * t.steps:.3e} in all")
+    out(f"ranks       {ranks} per replica (tensor {p.tensor}, pipeline {p.pipeline}{', sequence parallel' if p.sequence else ''})")
+    gib = 2**30
+    out(f"memory      about {memory.total / gib:.2f} GiB on a rank of one replica: weights {memory.weights / gib:.2f}, gradients "
+        f"{memory.gradients / gib:.2f}, optimiser {memory.optimizer / gib:.2f}, activations {memory.activations / gib:.2f}, logits {memory.logits / gib:.2f}")  # fmt: skip
+    out(f"data        {recipe.data.prefix or 'not set: data.prefix=PREFIX is needed to train'}")
+    out(f"checked     {checked}")
+    _plan_report(recipe, out)
+    return EXIT_OK
+
+
+def _check_megatron(recipe: Recipe) -> str:
+    if importlib.util.find_spec("megatron") is None:
+        return "the recipe's own rules; Megatron's need: pip install 'layerplan[megatron]'"
+    try:
+        from .build import transformer_config
+
+        config = transformer_config(recipe)
+    except (ValueError, AssertionError) as error:
+        from ...recipes import Problem
+
+        raise RecipeError([Problem("recipe", recipe.name, f"Megatron-Core refuses it: {error}", "change the field it names")]) from None
+    if recipe.plan.layers == "layerplan":
+        try:
+            from ..megatron.config_map import raise_for
+        except ImportError:
+            return "the recipe's and Megatron-Core's rules"
+        raise_for(config)
+    return "the recipe's, Megatron-Core's and the layers' rules"
+
+
+def _plan_report(recipe: Recipe, out: Callable[[str], None]) -> None:
+    if recipe.plan.layers != "layerplan":
+        out("plan        none: plan.layers=megatron_local runs Megatron's own layers")
+        return
+    try:
+        from ..planner.estimate import estimate_recipe
+    except ImportError:
+        out("plan        see: layerplan plan " + recipe.name)
+        return
+    out(str(estimate_recipe(recipe, _arch(recipe))))
+
+
+def _arch(recipe: Recipe) -> Any:
+    """The arch to plan for: plan.arch, else the device at hand."""
+    from ..engines.arch import Arch
+
+    if recipe.plan.arch is not None:
+        return Arch.parse(recipe.plan.arch)
+    import torch
+
+    return Arch.of_device(0 if torch.cuda.is_available() and recipe.train.device != "cpu" else -1)

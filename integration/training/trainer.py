@@ -1,0 +1,377 @@
+"""The training loop: one process by itself or many under torchrun, from a recipe to its last step.
+
+A step is: micro-batches through Megatron's schedule, a check that the loss is finite on every rank, the optimiser, metrics, then what the
+step's number or a signal asks for. A resumed run equals an uninterrupted one: parameters and moments, generator states, the data's
+order and the learning rate are all restored from, or functions of, the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from ...recipes import Problem, Recipe, RecipeError
+from ...recipes.size import flops_per_token, parameter_count
+from ..planner import plan_file
+from .build import Built, Ranks, build, ranks_of
+from .checkpoint import COMPLETE, TRAINER, Checkpointer, find, load_rng, load_sharded, load_trainer_state, steps_in
+from .data import Batch, Samples
+from .indexed import check_data, tokenizer_path
+from .metrics import Metrics, Progress, peak_flops, peak_memory
+
+PLAN, TOKENIZER = "plan.json", "tokenizer.json"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class NotFiniteError(RuntimeError):
+    """The loss or the gradient norm is NaN or infinite; names step and ranks. Nothing of that step was saved."""
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """How a run ended: the last step done, the last loss this rank knows, and whether a signal ended it."""
+
+    step: int
+    loss: float | None
+    interrupted: bool
+
+
+class Trainer:
+    """One run of a recipe on this rank. Use inside ``ranks_of(recipe)``; ``train`` does it all."""
+
+    def __init__(self, recipe: Recipe, ranks: Ranks, *, say: Callable[[str], None] | None = None):
+        self.recipe, self.ranks = recipe, ranks
+        self._say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+        problems, tokenizer = check_data(recipe)
+        if problems:
+            raise RecipeError(problems)
+        self.built: Built = build(recipe)
+        self.samples = Samples(recipe, tokenizer, ranks)
+        self.step = 0
+        self._signal: int | None = None
+        self._batches: Any = None
+        self._resumed_plan: dict[str, Any] | None = None
+        self.checkpoints: Checkpointer | None = None
+        if recipe.checkpoint.dir is not None:
+            c = recipe.checkpoint
+            self.checkpoints = Checkpointer(Path(c.dir), ranks.control, keep=c.keep, background=c.background, say=self.say)
+
+    def say(self, text: str) -> None:
+        """Once per run, from rank 0."""
+        if self.ranks.rank == 0:
+            self._say(text)
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def loss_of(self, output: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Sum of the token losses of a micro-batch and the number of tokens it is over, on the last pipeline stage.
+
+        ``output``: [micro_batch, seq] losses. The third value is for the log: Megatron divides the first in place.
+        """
+        mask = batch["loss_mask"].reshape(-1)
+        total = (output.float().reshape(-1) * mask).sum()
+        count = mask.sum().to(torch.int)
+        return total, count, {"sums": torch.stack([total.detach().double(), count.double()])}
+
+    def _forward(self, batches: Any, model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        batch = next(batches) if batches is not None else dict.fromkeys(("tokens", "position_ids", "labels"))
+        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return output, lambda out: self.loss_of(out, batch)
+
+    def run_step(self) -> tuple[float | None, float]:
+        """One optimiser step. Returns the mean loss per token over all ranks (None except on the last stage) and the
+        gradient norm. Raises NotFiniteError before the parameters are touched if a loss is not finite."""
+        built, recipe = self.built, self.recipe
+        if self._batches is None:
+            self._batches = self.samples.micro_batches(self.step * recipe.train.global_batch, recipe, self.ranks)
+        built.model.zero_grad_buffer()
+        built.optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=self._forward, data_iterator=self._batches, model=[built.model], num_microbatches=get_num_microbatches(),
+            seq_length=recipe.model.seq_length, micro_batch_size=recipe.train.micro_batch, forward_only=False,
+        )  # fmt: skip
+        sums = torch.stack([r["sums"] for r in reports]).sum(0) if self.ranks.last_stage else None
+        self._stop_unless_finite(sums)
+        loss = None
+        if sums is not None:
+            dist.all_reduce(sums, group=mpu.get_data_parallel_group())
+            total, count = sums.tolist()
+            loss = total / max(count, 1.0)
+        _, norm, _ = built.optimizer.step()
+        norm = float(norm) if norm is not None else 0.0
+        self.step += 1
+        if not math.isfinite(norm):
+            names = self._bad_gradients()
+            where = f", first in {names[0]} on {self.ranks.coordinates()}" if names else f" ({self.ranks.coordinates()})"
+            raise NotFiniteError(f"gradient norm = {norm} at step {self.step}{where}: the run stops, nothing of this step is saved; "
+                                 "lower optimizer.lr, or look at the data of this step")  # fmt: skip
+        built.scheduler.step(increment=recipe.train.global_batch)
+        return loss, norm
+
+    def _stop_unless_finite(self, sums: torch.Tensor | None) -> None:
+        bad = torch.zeros(self.ranks.world, dtype=torch.int32)
+        value = float("nan")
+        if sums is not None:
+            value = float(sums[0])
+            bad[self.ranks.rank] = int(not math.isfinite(value))
+        dist.all_reduce(bad, group=self.ranks.control)
+        if bad.any():
+            guilty = ", ".join(str(r) for r in bad.nonzero().flatten().tolist())
+            own = f" (here {value})" if bad[self.ranks.rank] else ""
+            raise NotFiniteError(f"loss is not finite at step {self.step + 1} on rank {guilty}{own}: the run stops before the parameters are "
+                                 "touched; the last checkpoint is the state to look at, with a lower optimizer.lr or other data")  # fmt: skip
+
+    def _bad_gradients(self) -> list[str]:
+        return [n for n, p in self.built.gpt.named_parameters()
+                if getattr(p, "main_grad", None) is not None and not torch.isfinite(p.main_grad).all()]  # fmt: skip
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _sharded(self, *, loading: bool) -> dict[str, Any]:
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable",
+                    "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}  # fmt: skip
+        model = self.built.gpt.sharded_state_dict(metadata=metadata)
+        optimizer = self.built.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+        return {"model": model, "optimizer": optimizer}
+
+    def _layout(self) -> dict[str, int]:
+        p = self.recipe.parallel
+        return {"tensor": p.tensor, "pipeline": p.pipeline, "data": self.ranks.data_size}
+
+    def save(self) -> None:
+        """Save this step; in the background if the recipe says so."""
+        if self.checkpoints is None or self.checkpoints.newest == self.step:
+            return
+        overlap = self.recipe.parallel.overlap_param_gather
+        if overlap:  # parameters of the next forward are still on their way: stale ones would be saved
+            self.built.model.disable_forward_pre_hook(param_sync=True)
+        trainer = {"step": self.step, "layout": self._layout(), "recipe": self.recipe.to_dict(), "torch": torch.__version__,
+                   "parameters": parameter_count(self.recipe), "device": self.ranks.device.type}  # fmt: skip
+        texts = {TRAINER: json.dumps(trainer, indent=1) + "\n", PLAN: json.dumps(self._plan(), indent=1) + "\n",
+                 TOKENIZER: tokenizer_path(self.recipe.data.prefix).read_text(encoding="utf-8")}  # fmt: skip
+        self.checkpoints.save(self.step, self._sharded(loading=False), texts, rng_state())
+        if overlap:
+            self.built.model.enable_forward_pre_hook()
+
+    def _plan(self) -> dict[str, Any]:
+        """The plan file of what has run on this rank so far."""
+        runners = [r for m in self.built.gpt.modules() if callable(getattr(m, "plan_runners", None)) for r in m.plan_runners()]
+        return plan_file.to_json(entry.plan for r in runners for entry in r.entries.values())
+
+    def _say_plan_changes(self) -> None:
+        """After the first step of a resumed run: engines that are not those of the checkpoint's plan."""
+        before, self._resumed_plan = self._resumed_plan, None
+        now = self._plan()["pins"]
+        for signature, pin in (before or {}).get("pins", {}).items():
+            if signature in now and now[signature]["engine"] != pin["engine"]:
+                self.say(f"plan differs from the checkpoint's: {'+'.join(pin['ops'])} runs on {now[signature]['engine']}, was {pin['engine']}")
+
+    def resume(self) -> bool:
+        """Load the newest whole checkpoint, if the recipe wants it and there is one. Returns whether it did."""
+        c = self.recipe.checkpoint
+        if self.checkpoints is None:
+            return False
+        if c.resume == "none":
+            whole = [str(p) for _, p in steps_in(Path(c.dir)) if (p / COMPLETE).exists()]
+            if whole:
+                raise RecipeError([Problem("checkpoint.resume", "none", f"checkpoint.dir holds checkpoints already ({whole[0]}): a later resume "
+                                           "would mix two runs", "choose an empty checkpoint.dir, or move them away")])  # fmt: skip
+            return False
+        folder = find(Path(c.dir), self.ranks.control, self.say)
+        if folder is None:
+            return False
+        state = load_trainer_state(folder)
+        self._compare(state, folder)
+        overlap = self.recipe.parallel.overlap_param_gather
+        if overlap:
+            self.built.model.disable_forward_pre_hook(param_sync=False)
+        loaded = load_sharded(folder, self._sharded(loading=True))
+        self.built.gpt.load_state_dict(loaded["model"])
+        self.built.optimizer.load_state_dict(loaded["optimizer"])
+        if overlap:
+            self.built.model.enable_forward_pre_hook()
+        self.step = int(state["step"])
+        # the rate is a function of the recipe and the step, not of what another recipe was at
+        self.built.scheduler.num_steps = 0
+        self.built.scheduler.step(increment=self.step * self.recipe.train.global_batch)
+        self._restore_rng(folder, state)
+        self._batches = None
+        self._resumed_plan = json.loads((folder / PLAN).read_text())
+        self.checkpoints.last_saved = self.step
+        self.say(f"resumed at step {self.step} from {folder}")
+        return True
+
+    def _compare(self, state: dict[str, Any], folder: Path) -> None:
+        then, now = state["recipe"], self.recipe.to_dict()
+        problems = [Problem(f"model.{k}", v, f"{folder} was trained with {then['model'].get(k)!r}", "use the same model, or another checkpoint.dir")
+                    for k, v in now["model"].items() if k not in ("hidden_dropout", "attention_dropout") and then["model"].get(k) != v]  # fmt: skip
+        if then["train"]["global_batch"] != now["train"]["global_batch"]:
+            problems.append(Problem("train.global_batch", now["train"]["global_batch"],
+                                    f"{folder} was trained with {then['train']['global_batch']}: steps would count other samples",
+                                    "use the same, or another checkpoint.dir"))  # fmt: skip
+        if problems:
+            raise RecipeError(problems)
+        silent = ("checkpoint", "logging", "name", "model")
+        for section in (s for s in now if s not in silent):
+            for key, value in now[section].items():
+                before = then.get(section, {}).get(key)
+                if before != value:
+                    self.say(f"differs from the checkpoint: {section}.{key} = {value!r}, was {before!r}")
+
+    def _restore_rng(self, folder: Path, state: dict[str, Any]) -> None:
+        saved = load_rng(folder, self.ranks.rank) if state["layout"] == self._layout() else None
+        if saved is None or state["device"] != self.ranks.device.type:
+            self.say(f"random generators start anew: the checkpoint is of layout {state['layout']} on {state['device']}, "
+                     f"this run of {self._layout()} on {self.ranks.device.type}")  # fmt: skip
+            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+            seed = self.recipe.train.seed + self.step  # not the masks of the first steps again
+            torch.manual_seed(seed)
+            model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+            return
+        set_rng_state(saved)
+
+    # -- the run ----------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        self._signal = number
+
+    def _interrupted(self) -> bool:
+        """Whether any rank was told to stop: a signal need not reach them all, nor in the same step."""
+        flag = torch.tensor([int(self._signal is not None)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.ranks.control)
+        return bool(flag.item())
+
+    def train(self) -> Outcome:
+        """Resume if there is something to resume, then train to train.steps or until SIGTERM or SIGINT, saving as asked."""
+        previous = {s: signal.signal(s, self._on_signal) for s in _SIGNALS} if _in_main_thread() else {}
+        try:
+            self.resume()
+            return self._loop()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _loop(self) -> Outcome:
+        recipe, every = self.recipe, self.recipe.checkpoint.every_steps
+        steps, loss, interrupted = recipe.train.steps, None, False
+        recorder = Recorder(recipe, self.ranks, self.step)
+        self.built.model.train()
+        try:
+            while self.step < steps:
+                if self._interrupted():
+                    interrupted = True
+                    break
+                started, rate = time.perf_counter(), self._rate()
+                loss, norm = self.run_step()
+                recorder.step(self.step, loss, norm, rate, time.perf_counter() - started)
+                if self._resumed_plan is not None:
+                    self._say_plan_changes()
+                if self.checkpoints is not None:
+                    self.checkpoints.poll()
+                    if every and self.step % every == 0:
+                        self.save()
+            if self.checkpoints is not None:
+                if recipe.checkpoint.save_at_end or interrupted:
+                    self.save()
+                self.checkpoints.wait()
+        finally:
+            recorder.close()
+        if interrupted:
+            self.say(f"stopped by a signal after step {self.step}" + (", saved" if self.checkpoints is not None else "; checkpoint.dir is not "
+                     "set, so nothing was saved"))  # fmt: skip
+        return Outcome(self.step, loss, interrupted)
+
+    def _rate(self) -> float:
+        return float(self.built.optimizer.param_groups[0]["lr"])
+
+
+class Recorder:
+    """Metrics file and progress of the rank that logs; nothing on the others."""
+
+    def __init__(self, recipe: Recipe, ranks: Ranks, step: int):
+        self._recipe, self._ranks = recipe, ranks
+        self._file = self._progress = None
+        self.folder = logging_folder(recipe)
+        if not ranks.logs:
+            return
+        if self.folder is not None:
+            self._file = Metrics(self.folder, step)
+        self._progress = Progress(recipe.train.steps, step, show=recipe.logging.progress)
+        self._tokens = recipe.train.global_batch * recipe.model.seq_length
+        self._flops = flops_per_token(recipe)
+        peak = peak_flops(ranks.device, recipe.precision.dtype)
+        self._peak = None if peak is None else peak * ranks.world
+
+    def step(self, step: int, loss: float | None, norm: float, rate: float, seconds: float) -> None:
+        if self._progress is None or (step % self._recipe.logging.every_steps and step != self._recipe.train.steps):
+            return
+        speed = self._tokens / seconds
+        row = {"step": step, "loss": loss, "grad_norm": norm, "lr": rate, "tokens": step * self._tokens, "seconds": seconds,
+               "tokens_per_s": speed, "flops_per_s": speed * self._flops, "memory_bytes": peak_memory(self._ranks.device)}  # fmt: skip
+        if self._peak is not None:
+            row["mfu"] = speed * self._flops / self._peak
+        if self._file is not None:
+            self._file.write(row)
+        self._progress.update(row, time.monotonic())
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+        if self._file is not None:
+            self._file.close()
+            self._draw()
+
+    def _draw(self) -> None:
+        from . import plots
+
+        if self._recipe.logging.plot:
+            plots.plot_loss(self._file.path, self.folder / "loss.png", title=self._recipe.name)
+        if self._recipe.logging.tensorboard:
+            plots.write_tensorboard(self._file.path, self.folder / "tensorboard")
+
+
+def logging_folder(recipe: Recipe) -> Path | None:
+    """Where metrics go: logging.dir, else the checkpoints' folder, else nowhere."""
+    chosen = recipe.logging.dir or recipe.checkpoint.dir
+    return None if chosen is None else Path(chosen)
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """Every generator a step draws from, as uint8 tensors: the CPU's, the GPU's, Megatron's tracker's."""
+    state = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state()}
+    for name, value in get_cuda_rng_tracker().get_states().items():
+        state[f"tracker/{name}"] = value
+    return {k: v.cpu().clone() for k, v in state.items()}
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states({k.partition("/")[2]: v for k, v in state.items() if k.startswith("tracker/")})
+
+
+def _in_main_thread() -> bool:
+    import threading
+
+    return threading.current_thread() is threading.main_thread()
+
+
+def train(recipe: Recipe, *, say: Callable[[str], None] | None = None) -> Outcome:
+    """Train ``recipe`` in this process (or as this rank of torchrun's). Raises RecipeError, CheckpointError, NotFiniteError."""
+    with ranks_of(recipe) as ranks:
+        return Trainer(recipe, ranks, say=say).train()

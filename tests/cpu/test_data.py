@@ -1,0 +1,196 @@
+"""`layerplan data prepare`: what it writes, what it refuses, and that damaged datasets are found before training."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+
+from layerplan.integration.training.indexed import DatasetError, check_data, check_dataset, tokenizer_path
+from layerplan.integration.training.metrics import Metrics, read_metrics
+from layerplan.integration.training.tokenizer import TokenizerError, byte_tokenizer, load_tokenizer, train_bpe
+from layerplan.recipes import load_recipe
+
+pytest.importorskip("megatron.core")
+
+from layerplan.integration.training.data_prepare import PrepareError, prepare, prepare_command
+
+TEXT = "The quick brown fox jumps over the lazy dog.\n\tVoix ambiguë d'un cœur; naïve 日本語 🦊 <|eod|> end.\n"
+SUFFIXES = ("bin", "idx", "tokenizer.json")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "b.txt").write_text(TEXT * 20)
+    (folder / "a.py").write_text("def f(x):\n    return x + 1\n" * 30)
+    (folder / "inner" / "c.jsonl").write_text("".join(json.dumps({"text": f"line {i} {TEXT}"}) + "\n" for i in range(5)))
+    (folder / "empty.txt").write_text(" \n")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+def contents(prefix):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(prefix))  # what it returns are views of its map: they must not outlive it
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_documents_come_back_as_they_went_in_each_with_its_end(corpus, tmp_path, kind):
+    info, tokenizer, skipped = prepare([corpus], tmp_path / "out", tokenizer=kind, vocab_size=300)
+    documents = contents(tmp_path / "out")
+    assert info.documents == len(documents) == 7 and info.tokens == sum(map(len, documents))
+    assert skipped.empty == 1 and skipped.files == []
+    assert all(d[-1] == tokenizer.eod and tokenizer.eod not in d[:-1] for d in documents)
+    assert max(map(max, documents)) < tokenizer.vocab_size <= 300
+    again = load_tokenizer(tokenizer_path(tmp_path / "out"))
+    assert again.decode(documents[0]) == (corpus / "a.py").read_text()
+    assert [again.decode(d) for d in documents[2:]] == [f"line {i} {TEXT}" for i in range(5)]
+    assert (again.vocab_size, again.eod, again.pad) == (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad)
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_the_same_inputs_give_the_same_bytes(corpus, tmp_path, kind):
+    for name in ("one", "two"):
+        prepare([corpus], tmp_path / name, tokenizer=kind, vocab_size=400)
+    for suffix in SUFFIXES:
+        assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"two.{suffix}").read_bytes()
+
+
+def test_bpe_tokenizes_shorter_than_bytes_and_loses_nothing():
+    tokenizer = train_bpe([TEXT * 10], 400)
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert len(tokenizer.encode(TEXT)) < len(byte_tokenizer().encode(TEXT)) / 2
+    strange = "\x00\x7f\ud7ff ̈ \r\n"
+    assert tokenizer.decode(tokenizer.encode(strange)) == strange
+
+
+def test_special_token_text_in_a_document_is_text():
+    for tokenizer in (train_bpe([TEXT], 300), byte_tokenizer()):
+        ids = tokenizer.encode("a<|eod|>b<|pad|>")
+        assert tokenizer.eod not in ids and tokenizer.pad not in ids
+        assert tokenizer.decode([*ids, tokenizer.eod, tokenizer.pad]) == "a<|eod|>b<|pad|>"
+
+
+def test_empty_input_is_refused_by_name_and_leaves_nothing(tmp_path):
+    (tmp_path / "void.txt").write_text("\n \n")
+    with pytest.raises(PrepareError, match=r"void\.txt.*holds no text"):
+        prepare([tmp_path / "void.txt"], tmp_path / "out", tokenizer="byte")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["void.txt"]
+
+
+def test_inputs_that_are_not_there_or_hold_no_text_files_come_in_one_error(tmp_path):
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(PrepareError) as caught:
+        prepare([tmp_path / "missing.txt", tmp_path / "bare"], tmp_path / "out")
+    assert "missing.txt" in str(caught.value) and "bare" in str(caught.value)
+    with pytest.raises(PrepareError, match="none given"):
+        prepare([], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("{broken", "is not JSON"), ('{"body": "x"}', "text under 'text', it has body"), ('{"text": 3}', "text under"), ("[1]", "it has list")]
+)
+def test_a_bad_json_line_is_named_by_file_and_number(tmp_path, line, said):
+    (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n\n' + line + "\n")
+    with pytest.raises(PrepareError) as caught:
+        prepare([tmp_path / "x.jsonl"], tmp_path / "out", tokenizer="byte")
+    assert "x.jsonl, line 3" in str(caught.value) and said in str(caught.value)
+    assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob(".out*"))
+
+
+def test_another_json_key_is_read(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"body": "hello", "text": "no"}\n')
+    prepare([tmp_path / "x.jsonl"], tmp_path / "out", tokenizer="byte", jsonl_key="body")
+    assert byte_tokenizer().decode(contents(tmp_path / "out")[0]) == "hello"
+
+
+def test_a_file_that_is_not_text_is_refused_when_named_and_counted_in_a_folder(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "bad.txt").write_bytes(b"abc\xff\xfe")
+    (tmp_path / "d" / "good.txt").write_text("good")
+    with pytest.raises(PrepareError, match=r"bad\.txt: is not UTF-8 text.*byte 3"):
+        prepare([tmp_path / "d" / "bad.txt"], tmp_path / "out", tokenizer="byte")
+    _, _, skipped = prepare([tmp_path / "d"], tmp_path / "out", tokenizer="byte")
+    assert [s.rpartition("/")[2] for s in skipped.files] == ["bad.txt"]
+
+
+def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path):
+    with pytest.raises(TokenizerError, match="vocab_size = 100: must be at least 258"):
+        train_bpe([TEXT], 100)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+@pytest.mark.parametrize("change", ["truncated", "longer", "missing", "emptied"])
+def test_a_damaged_dataset_is_refused_and_the_file_named(corpus, tmp_path, suffix, change):
+    prepare([corpus], tmp_path / "out", tokenizer="byte")
+    path = tmp_path / f"out.{suffix}"
+    data = path.read_bytes()
+    if change == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"truncated": data[:-3], "longer": data + b"\0\0", "emptied": b""}[change])
+    with pytest.raises(DatasetError) as caught:
+        check_dataset(tmp_path / "out")
+    assert f"out.{suffix}" in str(caught.value)
+    recipe = load_recipe("gpt_tiny", [f"data.prefix={tmp_path / 'out'}"])
+    assert [p.field for p in check_data(recipe)[0]] == ["data.prefix"]
+
+
+def test_an_index_of_no_documents_is_refused(tmp_path):
+    (tmp_path / "out.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 0, 1) + bytes(8))
+    (tmp_path / "out.bin").write_bytes(b"")
+    with pytest.raises(DatasetError, match="holds 0 sequences"):
+        check_dataset(tmp_path / "out")
+
+
+def test_a_recipe_that_does_not_fit_its_data_names_every_field(tmp_path):
+    (tmp_path / "t.txt").write_text("short")
+    prepare([tmp_path / "t.txt"], tmp_path / "out", tokenizer="byte")
+    problems, _ = check_data(load_recipe("gpt_tiny", [f"data.prefix={tmp_path / 'out'}", "model.vocab_size=128"]))
+    assert {p.field for p in problems} == {"model.seq_length", "model.vocab_size"}
+    problems, _ = check_data(load_recipe("gpt_tiny"))
+    assert problems[0].field == "data.prefix" and "layerplan data prepare" in problems[0].remedy
+
+
+@pytest.mark.parametrize(
+    "change", [lambda d: d | {"format": 2}, lambda d: d | {"kind": "words"}, lambda d: d | {"eod": 10**6}, lambda d: d | {"model": {}}, lambda d: []]
+)
+def test_a_damaged_tokenizer_file_is_refused_by_name(tmp_path, change):
+    data = json.loads(train_bpe([TEXT], 300).to_json())
+    (tmp_path / "t.json").write_text(json.dumps(change(data)))
+    with pytest.raises(TokenizerError, match=r"t\.json"):
+        load_tokenizer(tmp_path / "t.json")
+
+
+def test_the_command_says_what_it_wrote_and_refuses_with_status_two(corpus, tmp_path, capsys):
+    assert prepare_command([corpus], tmp_path / "out", "byte", 0, "text") == 0
+    said = capsys.readouterr().out
+    assert "7 documents" in said and "left out: 1 documents without text" in said
+    assert prepare_command([tmp_path / "missing"], tmp_path / "other", "byte", 0, "text") == 2
+    assert "missing" in capsys.readouterr().err
+
+
+def test_metrics_of_steps_that_are_run_again_are_replaced_and_a_cut_last_line_is_passed_over(tmp_path):
+    first = Metrics(tmp_path, 0)
+    for step in range(1, 6):
+        first.write({"step": step, "loss": 1.0})
+    first.close()
+    with first.path.open("a") as f:
+        f.write('{"step": 6, "lo')
+    second = Metrics(tmp_path, 3)
+    second.write({"step": 4, "loss": 2.0})
+    second.close()
+    assert [(r["step"], r["loss"]) for r in read_metrics(second.path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+    Metrics(tmp_path, 0).close()
+    assert len(read_metrics(tmp_path / "metrics.1.jsonl")) == 4 and read_metrics(second.path) == []
+
+
+def test_a_broken_line_in_the_middle_of_metrics_is_an_error_with_its_number(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\nxx\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_metrics(tmp_path / "m.jsonl")

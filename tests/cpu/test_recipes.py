@@ -1,0 +1,176 @@
+"""Recipes, overrides and their rules; parameter and FLOP formulas against independent counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from layerplan.recipes import RECIPES, Recipe, RecipeError, apply_overrides, describe, load_recipe
+from layerplan.recipes.size import flops_per_token, memory_estimate, parameter_count
+
+
+def problems_of(name: str, *overrides: str) -> dict[str, str]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(name, overrides)
+    return {p.field: f"{p.rule}; {p.remedy}" for p in caught.value.problems}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_valid_and_named_after_its_function(name):
+    recipe = load_recipe(name)
+    assert recipe.name == name and recipe.validate() == []
+    assert recipe.validate_world(recipe.parallel.tensor * recipe.parallel.pipeline) == []
+    assert describe(name).endswith(".")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_survives_json(name):
+    recipe = load_recipe(name, ["plan.recompute=selective", "plan.recompute_modules=mlp,layernorm"])
+    again = Recipe.from_dict(json.loads(json.dumps(recipe.to_dict())))
+    assert again == recipe and again.plan.recompute_modules == ("mlp", "layernorm")
+
+
+def test_a_stored_recipe_with_foreign_fields_is_refused_with_their_names():
+    data = load_recipe("gpt_tiny").to_dict()
+    data["model"]["wings"] = 2
+    del data["train"]["steps"]
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_dict(data)
+    assert {p.field for p in caught.value.problems} == {"model.wings", "train.steps"}
+
+
+def test_each_call_gives_a_recipe_of_its_own():
+    load_recipe("gpt_tiny", ["train.steps=7", "schedule.warmup_steps=1"])
+    assert load_recipe("gpt_tiny").train.steps != 7
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("train.steps=200", 200), ("optimizer.lr=1e-4", 1e-4), ("optimizer.lr=1", 1.0), ("parallel.distributed_optimizer=false", False),
+        ("parallel.distributed_optimizer=ON", True), ("data.prefix=/a=b/c", "/a=b/c"), ("data.prefix=none", None), ("model.head_dim=64", 64),
+        ("model.head_dim=None", None), ("precision.dtype=bf16", "bf16"), ("plan.recompute_modules=core_attn, mlp", ("core_attn", "mlp")),
+        ("plan.recompute_modules=[mlp]", ("mlp",)), ("data.split=98,2,0", "98,2,0"),
+    ],
+)  # fmt: skip
+def test_an_override_takes_the_type_of_its_field(text, value):
+    recipe = load_recipe("gpt_tiny")
+    assert apply_overrides(recipe, [text]) == []
+    section, _, name = text.partition("=")[0].partition(".")
+    found = getattr(getattr(recipe, section), name)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train.steps=2.5", "must be a whole number"), ("train.steps=", "must be a whole number"), ("train.steps=none", "must be a whole number"),
+        ("optimizer.lr=fast", "must be a finite number"), ("optimizer.lr=nan", "must be a finite number"),
+        ("parallel.sequence=1", "must be true or false"), ("precision.dtype=fp8", "must be one of fp32, bf16"),
+        ("model.head_dim=wide", "must be a whole number or none"), ("checkpoint.dir=", "must be a text that is not empty or none"),
+    ],
+)  # fmt: skip
+def test_an_override_of_the_wrong_type_names_field_value_and_expected_type(text, expected):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("gpt_tiny", [text])
+    (problem,) = caught.value.problems
+    field, _, value = text.partition("=")
+    assert (problem.field, problem.value) == (field, value)
+    assert problem.rule == expected
+    assert field in str(caught.value) and repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [
+        ("train.step", "train.steps"), ("trian.steps", "train.steps"), ("steps", "train.steps"), ("parallel.lr", "optimizer.lr"),
+        ("optimiser.lr", "optimizer.lr"), ("model.hiden_size", "model.hidden_size"), ("sequence", "parallel.sequence"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_suggests_the_right_one(key, right):
+    assert f"did you mean {right}?" in problems_of("gpt_tiny", f"{key}=1")[key]
+
+
+def test_a_key_that_is_close_to_nothing_lists_what_there_is():
+    found = problems_of("gpt_tiny", "wings.flap=1", "model.zzzzzz=1", "train=3", "nonsense")
+    assert "sections are model, train" in found["wings.flap"]
+    assert "num_layers" in found["model.zzzzzz"] and "steps" in found["train"]
+    assert "section.field=value" in found["override"]
+
+
+def test_an_unknown_recipe_suggests_the_right_one():
+    assert "did you mean gpt_tiny?" in problems_of("gpt_tinny")["recipe"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (["model.num_query_groups=3"], "model.num_attention_heads"), (["model.num_attention_heads=3", "model.num_query_groups=1"], "model.hidden_size"),
+        (["model.head_dim=31"], "model.head_dim"), (["model.num_query_groups=8"], "model.num_query_groups"),
+        (["parallel.tensor=4"], "model.num_query_groups"), (["parallel.pipeline=2"], "model.num_layers"),
+        (["parallel.sequence=true"], "parallel.sequence"), (["parallel.tensor=2", "parallel.sequence=true", "model.seq_length=127"], "model.seq_length"),
+        (["parallel.tensor=2", "parallel.sequence=true", "plan.layers=megatron_local"], "parallel.sequence"),
+        (["parallel.overlap_param_gather=true"], "parallel.overlap_param_gather"), (["train.global_batch=7"], "train.global_batch"),
+        (["schedule.warmup_steps=400"], "schedule.warmup_steps"), (["schedule.decay_steps=10"], "schedule.warmup_steps"),
+        (["optimizer.min_lr=1"], "optimizer.min_lr"), (["checkpoint.every_steps=5"], "checkpoint.every_steps"), (["data.split=1,2"], "data.split"),
+        (["data.split=0,1,1"], "data.split"), (["plan.recompute=selective", "plan.recompute_modules=wings"], "plan.recompute_modules"),
+        (["model.hidden_dropout=1.0"], "model.hidden_dropout"), (["train.steps=0"], "train.steps"), (["optimizer.lr=0"], "optimizer.lr"),
+        (["checkpoint.keep=0"], "checkpoint.keep"), (["plan.arch=sm_42"], "plan.arch"), (["optimizer.beta2=-0.1"], "optimizer.beta2"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_is_broken_names_its_field(overrides, field):
+    assert field in problems_of("gpt_tiny", *overrides)
+
+
+def test_all_problems_come_in_one_error():
+    found = problems_of("gpt_tiny", "train.step=1", "optimizer.lr=x", "model.num_query_groups=3", "train.global_batch=7", "checkpoint.every_steps=5")
+    assert set(found) == {"train.step", "optimizer.lr", "model.num_attention_heads", "train.global_batch", "checkpoint.every_steps"}
+    assert all("; " in text and text.strip("; ") for text in found.values())
+
+
+def test_the_number_of_ranks_must_fit_the_layout_and_the_batch():
+    recipe = load_recipe("gpt_tiny", ["parallel.tensor=2"])
+    (problem,) = recipe.validate_world(3)
+    assert "must divide the number of ranks, 3" in problem.rule
+    (problem,) = load_recipe("gpt_tiny").validate_world(3)
+    assert problem.field == "train.global_batch" and "12" in problem.rule and "12" in problem.remedy
+    assert recipe.validate_world(4) == []
+
+
+def test_parameter_counts_are_those_of_the_published_models():
+    assert parameter_count(load_recipe("llama3_8b")) == 8_030_261_248
+    untied = dataclasses.replace(load_recipe("gpt_125m").model, tie_embeddings=False)
+    recipe = load_recipe("gpt_125m")
+    tied = parameter_count(recipe)
+    recipe.model = untied
+    assert parameter_count(recipe) - tied == untied.vocab_size * untied.hidden_size
+
+
+def test_flops_per_token_are_six_per_matrix_parameter_and_the_causal_half_of_attention():
+    recipe = load_recipe("llama3_8b")
+    m = recipe.model
+    norms = m.hidden_size * (2 * m.num_layers + 1)
+    matrices = parameter_count(recipe) - norms - m.vocab_size * m.hidden_size  # the input embedding is a look-up
+    attention = 6 * m.num_layers * m.hidden_size * m.seq_length
+    assert flops_per_token(recipe) == 6 * matrices + attention
+
+
+def test_memory_falls_with_ranks_and_with_recomputation():
+    plain = memory_estimate(load_recipe("llama3_8b"))
+    params = parameter_count(load_recipe("llama3_8b")) / 2  # tensor = 2
+    assert plain.weights == pytest.approx(2 * params, rel=1e-3) and plain.gradients == pytest.approx(4 * params, rel=1e-3)
+    assert plain.optimizer == pytest.approx(12 * params, rel=1e-3)
+    assert memory_estimate(load_recipe("llama3_8b"), 16).optimizer == pytest.approx(plain.optimizer / 8, rel=1e-6)
+    assert memory_estimate(load_recipe("llama3_8b", ["plan.recompute=full"])).activations < plain.activations / 5
+    assert plain.total == plain.weights + plain.gradients + plain.optimizer + plain.activations + plain.logits
+
+
+def test_recipes_import_neither_torch_nor_megatron():
+    code = ("import sys; from layerplan.recipes import load_recipe, size; load_recipe('llama3_8b', ['plan.arch=sm_90']); "
+            "print([m for m in ('torch', 'megatron', 'numpy') if m in sys.modules])")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

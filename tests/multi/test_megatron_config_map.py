@@ -1,0 +1,191 @@
+"""The table of config fields: it covers the dataclasses exactly and refuses what the layers do not do."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from layerplan.integration.megatron import compat, config_map
+from layerplan.integration.megatron.config_map import (
+    HONOURED,
+    IRRELEVANT,
+    REFUSED,
+    ConfigError,
+    check_config,
+    raise_for,
+)
+from layerplan.integration.settings import Settings
+
+CLASSES = (TransformerConfig, MLATransformerConfig)
+
+
+def dense(**fields):
+    return TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, **fields)
+
+
+def latent(**fields):
+    return MLATransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, **fields)
+
+
+def fields_named(config):
+    return [p.field for p in check_config(config)]
+
+
+def test_table_covers_exactly_the_fields_of_megatrons_configs():
+    known = [*HONOURED, *REFUSED, *IRRELEVANT]
+    actual = {f.name for cls in CLASSES for f in dataclasses.fields(cls)}
+    assert sorted(actual - set(known)) == [], "Megatron has fields that the table does not classify"
+    assert sorted(set(known) - actual) == [], "the table names fields that Megatron does not have"
+    assert sorted({n for n in known if known.count(n) > 1}) == [], "fields are classified twice"
+    listed = [n for names in config_map._IRRELEVANT_GROUPS.values() for n in names.split()]
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("config", [dense(), latent()], ids=["dense", "mla"])
+def test_plain_configs_have_no_problem(config):
+    assert check_config(config) == []
+    raise_for(config)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_default_of_every_refused_field_is_neutral(cls):
+    for field in dataclasses.fields(cls):
+        if field.name in REFUSED:
+            assert REFUSED[field.name].problem(field.name, field.default) is None, field.name
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_each_refused_field_is_named_with_value_rule_and_remedy_when_set(name):
+    away = {"transformer_impl": "inference_optimized", "cuda_graph_impl": "transformer_engine", "mtp_num_layers": 1,
+            "glu_linear_offset": 0.25, "gtp_weight_remat_size": 2, "expert_gtp_weight_remat_size": 2,
+            "fp8": "hybrid", "fp4": "e2m1", "experimental_attention_variant": "dsa"}  # fmt: skip
+    config = dense()
+    default = (
+        next(f.default for f in dataclasses.fields(TransformerConfig) if f.name == name)
+        if hasattr(config, name)
+        else False
+    )
+    value = away.get(name, {False: True, None: 32}.get(default))
+    setattr(config, name, value)  # past __post_init__, which refuses some of them itself on this machine
+    found = [p for p in check_config(config) if p.field == name]
+    assert len(found) == 1 and found[0].value == value
+    assert found[0].rule.startswith("must be ") and found[0].remedy
+    assert str(found[0]).startswith(f"{name} = {value!r}: ")
+
+
+def test_all_problems_come_in_one_error():
+    config = dense(window_size=(8, 0))
+    config.fp8, config.qk_clip, config.context_parallel_size, config.normalization = "hybrid", True, 2, "BatchNorm"
+    with pytest.raises(ConfigError) as caught:
+        raise_for(config, context="the block spec")
+    assert sorted(p.field for p in caught.value.problems) == [
+        "context_parallel_size",
+        "fp8",
+        "normalization",
+        "qk_clip",
+    ]
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "the block spec cannot run this config as it says, 4 problem(s):" and len(lines) == 5
+    assert any(line.strip().startswith("fp8 = 'hybrid': must be None or False") for line in lines)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("func", [F.silu, F.gelu, F.relu, squared_relu, torch.tanh], ids=lambda f: f.__name__)
+def test_activations_are_accepted_exactly_where_the_layers_have_them(func, gated):
+    from layerplan.integration.megatron.layers import activation_of
+
+    config = dense(activation_func=func, gated_linear_unit=gated)
+    try:
+        activation_of(config)
+        offered = True
+    except ValueError:
+        offered = False
+    assert (fields_named(config) == []) == offered
+    assert offered or fields_named(config) == ["activation_func, gated_linear_unit"]
+
+
+def test_clamp_without_a_gated_activation_is_refused():
+    config = dense(activation_func=F.gelu)
+    config.activation_func_clamp_value = 7.0
+    assert fields_named(config) == ["activation_func_clamp_value"]
+    config.gated_linear_unit = True
+    assert fields_named(config) == []
+
+
+@pytest.mark.parametrize(
+    "size, good",
+    [(None, True), ((128, 0), True), ((-1, -1), True), ((128,), False), ((-2, 0), False), ((1.5, 0), False)],
+)
+def test_window_must_be_two_counts_of_tokens(size, good):
+    config = dense()
+    config.window_size = size
+    assert fields_named(config) == ([] if good else ["window_size"])
+
+
+@pytest.mark.parametrize("value, good", [(0.0, True), (0.1, True), (1.0, False), (-0.1, False)])
+def test_dropout_must_be_a_probability_below_one(value, good):
+    assert fields_named(dense(attention_dropout=value)) == ([] if good else ["attention_dropout"])
+
+
+def test_attention_backends_other_than_auto_are_refused_by_name():
+    problem = check_config(dense(attention_backend=AttnBackend.local))[0]
+    assert (problem.field, problem.value) == ("attention_backend", "local")
+
+
+@pytest.mark.parametrize("set_too", [False, True])
+def test_deterministic_mode_needs_the_setting_too(monkeypatch, set_too):
+    monkeypatch.setattr(config_map, "settings", lambda: Settings(deterministic=set_too))
+    config = dense()
+    config.deterministic_mode = True
+    assert fields_named(config) == ([] if set_too else ["deterministic_mode"])
+
+
+def test_fused_residual_norm_is_refused_only_beside_layernorm_recompute():
+    config = dense(recompute_granularity="selective", recompute_modules=["layernorm"])
+    assert fields_named(config) == []
+    config.fused_residual_rmsnorm = True
+    assert fields_named(config) == ["fused_residual_rmsnorm, recompute_modules"]
+    config.recompute_modules = ["core_attn"]
+    assert fields_named(config) == []
+
+
+def test_latent_attention_with_tp_and_whole_sequences_needs_the_guards():
+    config = latent(tensor_model_parallel_size=2, qk_layernorm=True)
+    found = check_config(config)
+    assert len(found) == 2 and all("compat.apply(*compat.GUARDS)" in p.remedy for p in found)
+    with compat.apply("mla-rope-key-gradient"):
+        assert len(check_config(config)) == 1
+    with compat.apply(*compat.GUARDS):
+        assert check_config(config) == []
+    config.sequence_parallel = True
+    assert check_config(config) == []
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="the fault shows without Transformer Engine only"
+)
+def test_recompute_that_calls_transformer_engine_without_it_needs_the_guard():
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mla_up_proj"]}
+    config = latent(**recompute)
+    assert fields_named(config) == ["recompute_modules"]
+    with compat.apply("checkpoint-fp8-flag"):
+        assert check_config(config) == []
+    assert fields_named(dense(recompute_granularity="selective", recompute_modules=["layernorm"])) == []
+
+
+def test_field_of_another_megatron_is_refused_when_it_is_set():
+    @dataclasses.dataclass
+    class Newer(TransformerConfig):
+        swizzle_heads: bool = False
+
+    config = Newer(num_layers=2, hidden_size=64, num_attention_heads=4)
+    assert check_config(config) == []
+    config.swizzle_heads = True
+    assert fields_named(config) == ["swizzle_heads"]

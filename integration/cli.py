@@ -140,7 +140,7 @@ def plan(
 
     chosen = _refusing_bad_input(lambda: load_recipe(recipe, overrides or []))
     target = _refusing_bad_input(lambda: Arch.parse(arch or chosen.plan.arch or "sm_90"))
-    from .planner.estimate import estimate_recipe
+    from ..recipes.estimate import estimate_recipe
 
     found = _refusing_bad_input(lambda: estimate_recipe(chosen, target))
     print(json.dumps(found.to_json(), indent=2) if as_json else found)

@@ -8,6 +8,7 @@ rule raise ValueError before any launch, naming field, value and rule. Inputs ar
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -239,7 +240,7 @@ def _check_cu_seqlens(side: str, cu: Tensor, tokens: int, longest: int | None) -
     values = cu.tolist()
     if values[0] != 0:
         raise ValueError(f"attention: {name}[0] = {values[0]}: must be 0; prepend a 0 to the cumulative lengths")
-    for i, (a, b) in enumerate(zip(values, values[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(values)):
         if b < a:
             raise ValueError(f"attention: {name}[{i + 1}] = {b} after {a}: must not decrease; pass cumulative ends, not lengths")
         if longest is not None and b - a > longest:

@@ -212,10 +212,10 @@ def _shapes(graph: Graph, node: Node, free: set[int], entry: Entry, arch: Arch):
 
 def _ask(entry: Entry, region: Region, arch: Arch, policy: Policy, pins) -> Offer | Decline:
     """An entry's answer under the policy: the cheap, import-free refusals first."""
-    if policy.engine is not None and entry.id != policy.engine:
+    forced = BY_ID[policy.engine] if policy.engine is not None else None
+    if forced and entry is not forced and (forced.is_reference or any(op in forced.ops for op in region.ops)):
         # a forced engine holds for every op that it names; what it has no code for runs as usual
-        if any(op in BY_ID[policy.engine].ops or BY_ID[policy.engine].is_reference for op in region.ops):
-            return Decline(f"engine={policy.engine!r} is forced")
+        return Decline(f"engine={policy.engine!r} is forced")
     if policy.mode == "reference" and not entry.is_reference and policy.engine is None:
         return Decline("policy is reference")
     if policy.mode == "strict" and entry.is_reference and policy.engine is None:

@@ -225,8 +225,8 @@ def find(root: Path, control: Any, say: Callable[[str], None]) -> Path | None:
     marked = [(n, w) for n, w in damaged if f"has no {COMPLETE}" not in w]
     if marked:
         raise CheckpointError(
-            f"{root}: holds {len(marked)} damaged checkpoints and no whole one ({marked[0][1]}); repair one, move them away, "
-            "or set checkpoint.resume=none to start over"
+            f"{root}: holds {len(marked)} damaged checkpoints and no whole one ({marked[0][1]}); repair one, or move "
+            "them away to start over"
         )
     if damaged:
         say("no complete checkpoint: starting from the beginning")

@@ -7,7 +7,8 @@ import logging
 import sys
 from pathlib import Path
 
-from ...recipes import Parallel, Problem, Recipe, RecipeError
+from ...recipes import Problem, Recipe, RecipeError
+from ...recipes.config import Parallel
 
 
 def check_request(prompt: str, max_new_tokens: int, temperature: float) -> None:

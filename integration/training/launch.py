@@ -110,11 +110,8 @@ def _plan_report(recipe: Recipe, out: Callable[[str], None]) -> None:
     if recipe.plan.layers != "layerplan":
         out("plan        none: plan.layers=megatron_local runs Megatron's own layers")
         return
-    try:
-        from ..planner.estimate import estimate_recipe
-    except ImportError:
-        out("plan        see: layerplan plan " + recipe.name)
-        return
+    from ...recipes.estimate import estimate_recipe
+
     out(str(estimate_recipe(recipe, _arch(recipe))))
 
 

@@ -289,6 +289,10 @@ class Trainer:
                 if recipe.checkpoint.save_at_end or interrupted:
                     self.save()
                 self.checkpoints.wait()
+        except NotFiniteError:  # raised on every rank together: a save in flight is of an earlier, good step
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+            raise
         finally:
             recorder.close()
         if interrupted:

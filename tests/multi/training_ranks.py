@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -130,7 +131,20 @@ def one_rank(folder: str) -> dict:
     result["golden"] = {layers: run(recipe_of(prefix, None, f"plan.layers={layers}", "train.steps=8"))["rows"]
                         for layers in ("layerplan", "megatron_local")}  # fmt: skip
     result["refused"] = refusals(work, prefix)
+    run(recipe_of(prefix, str(work / "start"), "train.steps=2"))
+    result["complete"] = completions(work / "start")
     return result
+
+
+def completions(checkpoint: Path) -> dict:
+    from layerplan.integration.training.complete import complete
+
+    def text(**options):
+        return complete(checkpoint, "the graph", max_new_tokens=40, **options)
+
+    return {"greedy": [text(temperature=0), text(temperature=0)], "seeded": [text(seed=3), text(seed=3)], "other_seed": text(seed=4),
+            "empty": refused(lambda: complete(checkpoint, "", max_new_tokens=0, temperature=-1)),
+            "nothing": refused(lambda: complete(checkpoint / "none", "x"))}  # fmt: skip
 
 
 def refused(action) -> str:
@@ -143,8 +157,6 @@ def refused(action) -> str:
 
 def damage(work: Path, prefix: str) -> dict:
     """Checkpoints of steps 2, 4 and 5 (keep=2 leaves 4 and 5), damaged in turn."""
-    import shutil
-
     source = work / "damage"
     run(recipe_of(prefix, str(source), "checkpoint.every_steps=2"))
     result = {"kept": sorted(p.name for p in source.glob("step_*"))}
@@ -249,9 +261,9 @@ def not_finite(work: Path, prefix: str) -> dict:
     directory = work / "nan"
     message = refused(lambda: run(recipe_of(prefix, str(directory), "checkpoint.every_steps=2"), change=nan_at(4)))
     gradient = refused(lambda: run(recipe_of(prefix, str(work / "inf"), "parallel.distributed_optimizer=false"), change=bad_gradient))
+    left = sorted(p.name for p in directory.glob("step_*"))
     resumed = run(recipe_of(prefix, str(directory)))
-    return {"nan": message, "nan_left": sorted(p.name for p in directory.glob("step_*")), "inf": gradient,
-            "inf_left": sorted(p.name for p in (work / "inf").glob("step_*")), "nan_resumed": resumed["said"], "nan_rows": sorted(resumed["rows"])}  # fmt: skip
+    return {"nan": message, "nan_left": left, "inf": gradient, "inf_left": sorted(p.name for p in (work / "inf").glob("step_*")), "nan_resumed": resumed["said"], "nan_rows": sorted(resumed["rows"])}  # fmt: skip
 
 
 def stopping(work: Path, prefix: str) -> dict:
@@ -305,6 +317,7 @@ def refusals(work: Path, prefix: str) -> dict:
     }
 
 
+BITWISE = ("dp2_overlap", "tp2_sp", "pp2")
 LAYOUTS = {
     "dp2": (),
     "dp2_overlap": ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"),
@@ -314,10 +327,18 @@ LAYOUTS = {
 }
 
 
+def start(folder: str) -> dict:
+    """Two steps on one rank, where all layouts start (same weights, same moments), and the three that follow them."""
+    quiet()
+    work = Path(folder)
+    prefix = prepare_data(work)
+    run(recipe_of(prefix, str(work / "start"), "train.steps=2"))
+    shutil.copytree(work / "start", work / "one")
+    return {"prefix": prefix, "rows": run(recipe_of(prefix, str(work / "one")))["rows"]}
+
+
 def two_ranks(folder: str, prefix: str) -> dict:
     """Each layout resumes the same one-rank checkpoint (so weights are the same) and goes on; then one of them is cut and resumed."""
-    import shutil
-
     import torch.distributed as dist
 
     quiet()
@@ -330,6 +351,8 @@ def two_ranks(folder: str, prefix: str) -> dict:
             shutil.copytree(work / "start", directory)
         dist.barrier()
         result[name] = run(recipe_of(prefix, str(directory), *extra))
+        if name not in BITWISE:
+            continue
         cut = run(recipe_of(prefix, str(directory), *extra, "train.steps=6"))
         more = run(recipe_of(prefix, str(directory), *extra, "train.steps=7"))
         if rank == 0:

@@ -42,7 +42,7 @@ def _merge_infer(specs, attrs):
 
 def _merge_reference(t, attrs, want):
     q, k, v = t["q"], t["k"], t["v"]
-    g, d = k.shape[-2], k.shape[-1]
+    g = k.shape[-2]
     lead = q.shape[:-2]
     mixed = torch.cat((q.reshape(*lead, g, -1), k, v), dim=-1)
     return {"x": mixed.reshape(*lead, g * mixed.shape[-1])}

@@ -1,0 +1,43 @@
+"""Plans of whole recipes, without a GPU."""
+
+import pytest
+import torch
+
+from layerplan.integration.engines.arch import Arch
+from layerplan.recipes import load_recipe
+from layerplan.recipes.estimate import estimate_recipe
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "cpu"])
+@pytest.mark.parametrize("name", ["gpt_tiny", "gpt_125m", "llama3_8b"])
+def test_every_recipe_plans_for_every_arch(name, arch):
+    found = estimate_recipe(load_recipe(name, []), Arch.parse(arch))
+    assert found.step_seconds > 0
+    assert all(r["engine"] for g in found.to_json()["graphs"] for r in g["regions"])
+
+
+def test_llama3_8b_never_runs_a_reference_on_hopper():
+    found = estimate_recipe(load_recipe("llama3_8b", []), Arch.parse("sm_90"))
+    engines = {r["engine"] for g in found.to_json()["graphs"] for r in g["regions"]}
+    assert not any(e.startswith("reference/") for e in engines), engines
+
+
+def test_planning_cost_depends_on_distinct_graphs_and_not_on_layers():
+    recipe = load_recipe("llama3_8b", [])
+    deep = load_recipe("llama3_8b", ["model.num_layers=128"])
+    arch = Arch.parse("sm_90")
+    estimate_recipe(recipe, arch)  # the engines' modules are imported by now
+    few = min(estimate_recipe(recipe, arch).planning_ms for _ in range(5))
+    many = min(estimate_recipe(deep, arch).planning_ms for _ in range(5))
+    assert len(estimate_recipe(deep, arch).graphs) == len(estimate_recipe(recipe, arch).graphs)
+    assert few < 50
+    assert many < 2 * few
+
+
+def test_time_scales_with_layers():
+    arch = Arch.parse("sm_90")
+    once = estimate_recipe(load_recipe("llama3_8b", []), arch).step_seconds
+    twice = estimate_recipe(load_recipe("llama3_8b", ["model.num_layers=64"]), arch).step_seconds
+    assert 1.7 < twice / once < 2.1

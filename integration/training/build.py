@@ -182,7 +182,7 @@ def build_model(recipe: Recipe, config: TransformerConfig) -> GPTModel:
     model = GPTModel(
         config, block_spec(recipe, config), m.vocab_size, m.seq_length,
         pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),
-        position_embedding_type="rope", rotary_base=int(m.rope_base), share_embeddings_and_output_weights=m.tie_embeddings,
+        position_embedding_type="rope", rotary_base=m.rope_base, share_embeddings_and_output_weights=m.tie_embeddings,
         parallel_output=True,
     )  # fmt: skip
     if recipe.plan.layers == "layerplan":

@@ -153,8 +153,9 @@ class Trainer:
         return {"tensor": p.tensor, "pipeline": p.pipeline, "data": self.ranks.data_size}
 
     def save(self) -> None:
-        """Save this step; in the background if the recipe says so."""
-        if self.checkpoints is None or self.checkpoints.newest == self.step:
+        """Save this step; in the background if the recipe says so. Before the first step there is nothing to save: no moments
+        exist, and the parameters follow from the recipe."""
+        if self.checkpoints is None or self.step == 0 or self.checkpoints.newest == self.step:
             return
         overlap = self.recipe.parallel.overlap_param_gather
         if overlap:  # parameters of the next forward are still on their way: stale ones would be saved
@@ -248,6 +249,8 @@ class Trainer:
     # -- the run ----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, _frame: Any) -> None:
+        if number == signal.SIGINT and self._signal is not None:
+            raise KeyboardInterrupt  # asked twice: do not wait for the step and the save
         self._signal = number
 
     def _interrupted(self) -> bool:
@@ -296,8 +299,8 @@ class Trainer:
         finally:
             recorder.close()
         if interrupted:
-            self.say(f"stopped by a signal after step {self.step}" + (", saved" if self.checkpoints is not None else "; checkpoint.dir is not "
-                     "set, so nothing was saved"))  # fmt: skip
+            saved = "; checkpoint.dir is not set, so nothing was saved" if self.checkpoints is None else ", saved" if self.step else ""
+            self.say(f"stopped by a signal after step {self.step}{saved}")
         return Outcome(self.step, loss, interrupted)
 
     def _rate(self) -> float:

@@ -59,7 +59,11 @@ def test_fault_09_gradient_that_is_a_slice_of_a_very_wide_tensor(engine):
 def test_fault_09_batch_of_5500_single_tokens(engine):
     gen = torch.Generator(device="cuda").manual_seed(0)
     q, k, v = (torch.randn(5500, 1, 24, 128, generator=gen, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    out = ops.attention(q, k, v, causal=True, engine=engine)
+    try:
+        out = ops.attention(q, k, v, causal=True, engine=engine)
+    except PlanError as error:
+        assert engine is not None, f"must always run: {error}"
+        pytest.skip(f"{engine} declines: {declined(error)}")
     oracle.equal(out, v.detach(), "one key: the output is its value")
     dout = torch.randn_like(out)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
@@ -75,9 +79,9 @@ def test_fault_21_more_than_2_to_the_31_elements_in_a_norm(engine):
     assert x.numel() > 2**31
     w = torch.randn(4096, generator=gen, device="cuda", dtype=torch.bfloat16)
     y = ops.rms_norm(x, w, eps=1e-5, engine=engine)
-    for row in (0, 262144, 524288):
-        oracle.equal(y[row : row + 1], ops.rms_norm(x[row : row + 1], w, eps=1e-5, engine=engine or "norm/torch"), f"row {row}") if engine else (
-            torch.testing.assert_close(y[row], ops.rms_norm(x[row : row + 1], w, eps=1e-5)[0], atol=0, rtol=2**-7))
+    for row in (0, 262144, 524288):  # alone a row may go to another engine or code path: one rounding apart
+        alone = ops.rms_norm(x[row : row + 1], w, eps=1e-5, engine=engine)
+        torch.testing.assert_close(y[row : row + 1], alone, atol=0, rtol=2**-7, msg=lambda m, r=row: f"row {r}: {m}")
 
 
 def test_fault_21_more_than_2_to_the_31_elements_in_an_activation_and_its_gradient():

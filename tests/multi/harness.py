@@ -130,13 +130,13 @@ def _worker() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    import torch
-
-    torch.set_num_threads(1)
+    torch = sys.modules.get("torch")  # OMP_NUM_THREADS=1 holds for a function that imports it later
+    if torch is not None:
+        torch.set_num_threads(1)
     result = getattr(module, arguments.name)(**json.loads(arguments.kwargs))
-    text = json.dumps(result)
-    Path(arguments.result).write_text(text)
-    if torch.distributed.is_initialized():
+    Path(arguments.result).write_text(json.dumps(result))
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 

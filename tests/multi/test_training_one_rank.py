@@ -52,7 +52,7 @@ def test_only_the_last_checkpoints_are_kept(result):
 
 def test_a_nan_loss_stops_with_step_and_rank_and_saves_nothing_of_it(result):
     assert result["nan"].startswith("NotFiniteError") and "step 4 on rank 0" in result["nan"]
-    assert result["nan_left"] == ["step_0000002"] and result["nan_rows"] == ["3", "4", "5"]
+    assert result["nan_left"] == ["step_0000002"] and result["nan_rows"] == [3, 4, 5]
 
 
 def test_an_infinite_gradient_stops_with_step_and_rank(result):
@@ -64,6 +64,7 @@ def test_sigterm_finishes_the_step_saves_and_goes_on_bitwise(result):
     assert result["term"]["interrupted"] and result["term"]["step"] == 2
     assert "stopped by a signal after step 2, saved" in result["term"]["said"]
     assert result["term_equal"] and result["term_handler_restored"]
+    assert result["term_early"] == [0, True, ["stopped by a signal after step 0"]]
 
 
 def test_the_parameter_formula_equals_built_models(result):

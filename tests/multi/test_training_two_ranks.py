@@ -38,4 +38,4 @@ def test_a_nan_on_one_rank_stops_all_and_names_that_rank(results):
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(results):
-    assert [rank["term"] for rank in results[1]] == [[0, True], [0, True]]
+    assert [rank["term"] for rank in results[1]] == [[2, True], [2, True]]

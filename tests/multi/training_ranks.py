@@ -283,7 +283,8 @@ def stopping(work: Path, prefix: str) -> dict:
     stopped = run(recipe_of(prefix, str(work / "term")), change=kill)
     rest = run(recipe_of(prefix, str(work / "term")))
     whole = run(recipe_of(prefix, str(work / "term-whole")))
-    return {"term": stopped, "term_equal": rest["state"] == whole["state"], "term_handler_restored": signal.getsignal(signal.SIGTERM) == before}
+    early = run(recipe_of(prefix, str(work / "term-early")), change=lambda trainer: trainer._on_signal(signal.SIGTERM, None))
+    return {"term_early": [early["step"], early["interrupted"], early["said"]], "term": stopped, "term_equal": rest["state"] == whole["state"], "term_handler_restored": signal.getsignal(signal.SIGTERM) == before}
 
 
 def counts() -> dict:
@@ -369,8 +370,14 @@ def two_ranks(folder: str, prefix: str) -> dict:
     result["nan"] = refused(lambda: run(recipe_of(prefix, None), change=nan_on_one))
 
     def signal_on_one(trainer):
-        if rank == 1:
-            trainer._signal = signal.SIGTERM
+        loss_of = trainer.loss_of
+
+        def sends(out, batch):
+            if rank == 1 and trainer.step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return loss_of(out, batch)
+
+        trainer.loss_of = sends
 
     stopped = run(recipe_of(prefix, str(work / "two-term")), change=signal_on_one)
     result["term"] = [stopped["step"], stopped["interrupted"]]

@@ -357,7 +357,6 @@ def _weight_gradient_accumulation() -> Callable[[], None]:
     return undo
 
 
-
 _RANDOM = "megatron.core.tensor_parallel.random"
 _OPT = "megatron.core.optimizer"
 
@@ -398,7 +397,7 @@ _ROWS = (
         name="weight-gradient-accumulation",
         targets=(),
         where="tensor_parallel/layers.py:49, :680, :1070",
-        why="gradient_accumulation_fusion is refused for the output layer without Apex's extension; torch accumulates as well",
+        why="gradient_accumulation_fusion is refused for the output layer without Apex's extension; torch can do it",
         run=_weight_gradient_accumulation,
     ),
     Patch(
@@ -499,7 +498,8 @@ PATCHES: dict[str, Patch] = {row.name: row for row in _ROWS}
 """The table, by name."""
 
 GUARDS = (
-    "checkpoint-fp8-flag", "mla-rope-key-gradient", "mla-qk-norm-gradient", "distopt-load-leaf", "weight-gradient-accumulation",
+    "checkpoint-fp8-flag", "mla-rope-key-gradient", "mla-qk-norm-gradient", "distopt-load-leaf",
+    "weight-gradient-accumulation",
 )  # fmt: skip
 """Faults of Megatron-Core that are worked round wherever layerplan's layers are used."""
 

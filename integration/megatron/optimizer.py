@@ -130,7 +130,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._update_foreach(group, params, grads, averages, squares)
 
     def _update_foreach(self, group: dict[str, Any], params: Any, grads: Any, averages: Any, squares: Any) -> None:
-        """The same update in multi-tensor operations: without bias correction, and for devices without fused kernels."""
+        """The same in multi-tensor operations: without bias correction, and for devices without fused kernels."""
         (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), float(group["weight_decay"])
         steps = group["step"] if group["bias_correction"] else None
         correction1 = 1.0 if steps is None else 1.0 - beta1**steps

@@ -37,6 +37,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.default_planner import set_element
 
 from ..megatron import compat
 
@@ -164,21 +165,30 @@ def check_index(path: Path) -> None:
         raise CheckpointError(f"{path}: is not an index ({type(error).__name__}: {error})") from None
 
 
+_PLANNERS = (
+    "megatron.core.dist_checkpointing.strategies.torch:MCoreLoadPlanner.load_bytes",  # sharded objects
+    "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",  # common_state, which is read first
+)
+
+
 @contextlib.contextmanager
 def _weights_only() -> Iterator[None]:
-    """Objects inside Megatron's shards are read by torch's default planner with weights_only=False; here they are not."""
+    """torch's planners read the objects inside shards with weights_only=False; here they are not."""
 
     def make(_: Any) -> Any:
         def load_bytes(self: Any, read_item: Any, value: Any) -> None:
-            self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+            loaded = torch.load(value, weights_only=True)
+            if self.flatten_state_dict:
+                set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+            else:
+                self.state_dict[read_item.dest_index.fqn] = loaded
 
         return load_bytes
 
-    undo = compat.swap("megatron.core.dist_checkpointing.strategies.torch:MCoreLoadPlanner.load_bytes", make, label="checkpoint load")
-    try:
+    with contextlib.ExitStack() as stack:
+        for planner in _PLANNERS:
+            stack.callback(compat.swap(planner, make, label="checkpoint load"))
         yield
-    finally:
-        undo()
 
 
 def load_sharded(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:

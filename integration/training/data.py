@@ -23,6 +23,12 @@ Batch = dict[str, torch.Tensor]
 """tokens, labels, position_ids [micro_batch, seq] int64; loss_mask [micro_batch, seq] fp32."""
 
 
+def _cache_of(prefix: str) -> Path:
+    """Megatron names its cached sample index by path and settings, not by content: data prepared anew needs a folder of its own."""
+    stat = Path(f"{prefix}.idx").stat()
+    return Path(f"{prefix}.cache") / f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
+
+
 class Samples:
     """The training split as an endless sequence of samples. Built on every rank; ranks that read nothing hold None."""
 
@@ -33,7 +39,7 @@ class Samples:
         config = GPTDatasetConfig(
             random_seed=recipe.data.seed, sequence_length=recipe.model.seq_length, blend=([prefix], None), split=recipe.data.split,
             tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False,
-            eod_mask_loss=recipe.data.mask_loss_after_eod, create_attention_mask=False, path_to_cache=f"{prefix}.cache",
+            eod_mask_loss=recipe.data.mask_loss_after_eod, create_attention_mask=False, path_to_cache=str(_cache_of(prefix)),
         )  # fmt: skip
         built = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], self._is_built_here, config).build()
         self._dataset = built[0] if self._reads else None

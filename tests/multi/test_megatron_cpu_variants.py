@@ -1,4 +1,4 @@
-"""CPU mode beyond dense fp32: experts across ranks, fp16 with overflow, and a Transformer Engine that can be imported."""
+"""CPU mode beyond dense fp32: experts across ranks, fp16 that overflows, Transformer Engine importable."""
 
 import math
 import os
@@ -9,9 +9,9 @@ from test_megatron_cpu_mode import megatron_on_cpu
 
 OVERFLOW = 2.0**40  # a loss scale that no fp16 gradient survives
 MOE = {
-    "num_moe_experts": 4, "moe_router_dtype": "fp32", "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 1e-2,
-    "moe_router_load_balancing_type": "aux_loss", "moe_shared_expert_intermediate_size": 32, "expert_model_parallel_size": 2,
-    "expert_tensor_parallel_size": 1,
+    "num_moe_experts": 4, "moe_router_dtype": "fp32", "moe_router_topk": 2, "moe_ffn_hidden_size": 32,
+    "moe_aux_loss_coeff": 1e-2, "moe_router_load_balancing_type": "aux_loss", "expert_tensor_parallel_size": 1,
+    "moe_shared_expert_intermediate_size": 32, "expert_model_parallel_size": 2,
 }  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_dispatchers_agree_on_the_loss(experts):
 
 
 def test_dispatch_between_ranks_fails_without_its_patch(experts):
-    assert experts[0]["without"] != "no error"
+    assert "TypeError: alltoall_base()" in experts[0]["without"]  # it is given tensors for the splits
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""MLA under tensor parallelism without sequence parallelism: Megatron's gradients with and without the guards, on two ranks."""
+"""MLA under tensor without sequence parallelism: gradients on two ranks, with and without the guards."""
 
 import pytest
 from harness import run_ranks
@@ -17,7 +17,7 @@ def _spec(config):
 
 
 def _gradients():
-    """Per guard setting: how far replicated parameters' gradients are apart between the ranks, and q_layernorm's norm."""
+    """Per guard setting: how far gradients of replicated parameters are apart, and their norms."""
     import torch
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 

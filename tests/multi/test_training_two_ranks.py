@@ -29,7 +29,8 @@ def test_a_layout_goes_on_from_a_one_rank_checkpoint_with_the_same_losses(result
 @pytest.mark.parametrize("layout", BITWISE)
 def test_a_layout_resumes_its_own_checkpoint_bitwise_on_every_rank(results, layout):
     for rank in results[1]:
-        assert rank[layout]["cut"] == 6 and rank[layout]["bitwise"]
+        assert rank[layout]["cut"] == 6 and rank[layout]["straight_steps"] == [6, 7]
+        assert rank[layout]["bitwise"]
 
 
 def test_a_nan_on_one_rank_stops_all_and_names_that_rank(results):

@@ -354,14 +354,15 @@ def two_ranks(folder: str, prefix: str) -> dict:
         result[name] = run(recipe_of(prefix, str(directory), *extra))
         if name not in BITWISE:
             continue
-        cut = run(recipe_of(prefix, str(directory), *extra, "train.steps=6"))
-        more = run(recipe_of(prefix, str(directory), *extra, "train.steps=7"))
+        keep = "checkpoint.keep=9"  # step 5's must still be there for the straight run
+        cut = run(recipe_of(prefix, str(directory), *extra, keep, "train.steps=6"))
+        more = run(recipe_of(prefix, str(directory), *extra, keep, "train.steps=7"))
         if rank == 0:
             shutil.rmtree(directory / "step_0000006")
             shutil.rmtree(directory / "step_0000007")
         dist.barrier()
-        straight = run(recipe_of(prefix, str(directory), *extra, "train.steps=7"))
-        result[name] |= {"cut": cut["step"], "bitwise": straight["state"] == more["state"]}
+        straight = run(recipe_of(prefix, str(directory), *extra, keep, "train.steps=7"))
+        result[name] |= {"cut": cut["step"], "straight_steps": sorted(straight["rows"]), "bitwise": straight["state"] == more["state"]}
 
     def nan_on_one(trainer):
         loss_of = trainer.loss_of

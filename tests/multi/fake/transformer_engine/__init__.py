@@ -1,7 +1,7 @@
 """A Transformer Engine as it is on a machine without a GPU: everything can be imported, and nothing can be used.
 
-Any module and any name below this package exists, as a class that raises when it is made; the two functions that the real
-package runs on a CPU are the exception.
+Any module and any name below this package exists, as a class that raises when it is made; the two functions that the
+real package runs on a CPU are the exception.
 """
 
 import contextlib

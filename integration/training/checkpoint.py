@@ -37,6 +37,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import set_element
 
 from ..megatron import compat
@@ -194,8 +195,12 @@ def _weights_only() -> Iterator[None]:
 def load_sharded(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Fill the sharded state dict ``wanted`` from a verified folder. Executes nothing from it."""
     check_index(folder / ".metadata")
-    with _weights_only():
-        return dist_checkpointing.load(wanted, str(folder))
+    try:
+        with _weights_only():
+            return dist_checkpointing.load(wanted, str(folder))
+    except CheckpointException as error:  # torch's is a BaseException: it would pass every handler above
+        reasons = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
+        raise CheckpointError(f"{folder}: cannot be read ({reasons}); remove the folder to go on from the one before") from None
 
 
 def load_rng(folder: Path, rank: int) -> dict[str, torch.Tensor] | None:

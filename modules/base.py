@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import fnmatch
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,8 +56,6 @@ class PlannedModule(torch.nn.Module):
         return state
 
     def __deepcopy__(self, memo):
-        import copy
-
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
@@ -70,13 +70,7 @@ def apply_policy(model: torch.nn.Module, policy: Policy | str | Mapping[str, str
         if isinstance(module, PlannedModule):
             own = chosen.for_module(name)
             module.set_policy(own, name)
-            unused -= {p for p in unused if _matches(name, p)}
+            unused -= {p for p in unused if fnmatch.fnmatchcase(name, p)}
     if unused:
         raise ValueError(f"policy per_module {sorted(unused)}: matches no layerplan module of this model; "
                          "see model.named_modules() for the names")  # fmt: skip
-
-
-def _matches(name: str, pattern: str) -> bool:
-    import fnmatch
-
-    return fnmatch.fnmatchcase(name, pattern)

@@ -30,7 +30,8 @@ def cached_plan(graph: Graph, arch: Arch, policy: Policy, **options: Any) -> Pla
     pins = options.pop("pins", None)
     key = (graph.signature(), hints, arch.name, policy, tuple(sorted(options.items())), id(pins))
     found = _plans.get(key)
-    if found is None or found.forward.graph.inputs != graph.inputs:
+    own = found.forward.graph if found else None
+    if own is None or own.inputs != graph.inputs or own.outputs[: len(graph.outputs)] != graph.outputs:
         found = _plans[key] = plan(graph, arch, policy, pins=pins, **options)
     return found
 
@@ -162,7 +163,7 @@ class Entry:
         if defer:
             wgrads = {v for n in graph.nodes if n.op == "linear_wgrad" for _, v in n.outputs}
             deferred = tuple(i for i, v in enumerate(results) if v in wgrads)
-        planned = _cover_backward(graph, self.arch, self._owner.policy)
+        planned = cached_plan(graph, self.arch, self._owner.policy).forward
         for r in planned.regions:
             if r.engine != "runner":
                 warn_if_reference(r, self.arch, self._owner.policy, self._owner.name)
@@ -179,17 +180,6 @@ class Entry:
                     if not isinstance(d, int):
                         sizes[d.name] = s
         return sizes
-
-
-_backward_plans: dict[tuple, Any] = {}
-
-
-def _cover_backward(graph: Graph, arch: Arch, policy: Policy):
-    key = (graph.signature(), tuple(d.hint for d in graph.dims()), arch.name, policy)
-    found = _backward_plans.get(key)
-    if found is None or found.graph.inputs != graph.inputs or found.graph.outputs != graph.outputs:
-        found = _backward_plans[key] = plan(graph, arch, policy).forward
-    return found
 
 
 def _accumulate(graph: Graph, grads: tuple[str | None, ...], fused: tuple[int, ...]):

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 # what a command needs beyond the core packages: extra -> modules that it brings
-EXTRAS = {"megatron": ("megatron",), "train": ("omegaconf", "tokenizers", "tensorboard", "matplotlib", "psutil")}
+EXTRAS = {"megatron": ("megatron.core",), "train": ("omegaconf", "tokenizers", "tensorboard", "matplotlib", "psutil")}
 CORE = ("torch", "numpy")
 
 app = typer.Typer(name="layerplan", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -32,7 +32,7 @@ def main() -> None:
         app(prog_name="layerplan")
     except ModuleNotFoundError as e:
         root = (e.name or "").partition(".")[0]
-        extra = next((extra for extra, modules in EXTRAS.items() if root in modules), None)
+        extra = next((extra for extra, modules in EXTRAS.items() if root in {m.partition(".")[0] for m in modules}), None)
         if extra is None and root not in CORE:
             raise  # a fault of ours: the traceback says where
         _fail(f"{e.name} is not installed; pip install 'layerplan{f'[{extra}]' if extra else ''}' ('layerplan doctor' says more)", 1)
@@ -45,9 +45,9 @@ def _fail(message: str, code: int) -> None:
 
 def _need(*extras: str) -> None:
     """Ends the command where a package of ``extras`` is absent: before the work, not an hour into it."""
-    import importlib.util
+    from .engines.packages import locate
 
-    missing = {m: extra for extra in extras for m in EXTRAS[extra] if importlib.util.find_spec(m) is None}
+    missing = {m: extra for extra in extras for m in EXTRAS[extra] if not locate(m).here}
     if missing:
         wanted = ",".join(dict.fromkeys(missing.values()))
         _fail(f"this command needs {', '.join(missing)}; pip install 'layerplan[{wanted}]'", 1)
@@ -123,7 +123,9 @@ def explain(
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:
-        _print_explanation(found)
+        print(found)
+        if found.error:
+            print(found.error, file=sys.stderr)
     raise typer.Exit(0 if found.error is None else 1)
 
 
@@ -132,6 +134,7 @@ def plan(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
     overrides: Overrides = None,
     arch: Annotated[str | None, typer.Option("--arch", help="Plan for this arch; default: plan.arch of the recipe, or sm_90.")] = None,
+    save: Annotated[Path | None, typer.Option("--save", help="Write a plan file that plan.file=FILE pins.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a recipe's layers for an arch and say what would run. Needs no GPU."""
@@ -143,6 +146,13 @@ def plan(
     from ..recipes.estimate import estimate_recipe
 
     found = _refusing_bad_input(lambda: estimate_recipe(chosen, target))
+    if save is not None:
+        from .planner import plan_file
+
+        try:
+            plan_file.save(save, found.pins())
+        except OSError as e:
+            _fail(f"--save = {save}: cannot be written ({e}); name a file in a folder that is there", 2)
     print(json.dumps(found.to_json(), indent=2) if as_json else found)
 
 
@@ -246,18 +256,3 @@ def _console() -> Any:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 200)
-
-
-def _print_explanation(found: Any) -> None:
-    """An Explanation as text: the forward, then every region of the backward."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = _console()
-    for title, candidates in ((f"{found.op} on {found.arch}", found.candidates), *((f"backward: {ops}", c) for ops, c in found.backward)):
-        table = Table("engine", "predicted us", "why", title=title, title_justify="left", box=None, pad_edge=False)
-        for c in candidates:
-            table.add_row(c.engine, "" if c.seconds is None else f"{c.seconds * 1e6:.1f}", escape(c.reason))
-        console.print(table)
-    if found.error:
-        print(found.error, file=sys.stderr)

@@ -17,16 +17,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from .engines.packages import Place, locate
 from .settings import SettingsError, relevant_environment, settings
 
-PACKAGES = (
-    "torch", "numpy", "triton", "apache-tvm-ffi", "nvidia-cutlass-dsl", "cuda-python", "cuda-bindings", "typer", "rich",
-    "megatron-core", "omegaconf", "tokenizers", "tensorboard", "matplotlib", "psutil",
-    "nvidia-cudnn-frontend", "quack-kernels", "flash-attn-4", "flash-attn", "transformer-engine", "apex",
-)  # fmt: skip
+# distribution -> the module that it brings (None: it brings only other distributions)
+PACKAGES: dict[str, str | None] = {
+    "torch": "torch", "numpy": "numpy", "triton": "triton", "apache-tvm-ffi": "tvm_ffi", "nvidia-cutlass-dsl": "cutlass", "cuda-python": None,
+    "cuda-bindings": "cuda.bindings", "typer": "typer", "rich": "rich", "megatron-core": "megatron.core", "omegaconf": "omegaconf",
+    "tokenizers": "tokenizers", "tensorboard": "tensorboard", "matplotlib": "matplotlib", "psutil": "psutil", "nvidia-cudnn-frontend": "cudnn",
+    "quack-kernels": "quack", "flash-attn-4": "flash_attn.cute", "flash-attn": "flash_attn", "transformer-engine": "transformer_engine",
+    "apex": "apex",
+}  # fmt: skip
+# what layerplan works with, as its own requirements say: at least, and below
+VERSIONS = {"nvidia-cutlass-dsl": ("4.8", None), "megatron-core": ("0.19", "0.20")}
 _CUDA_LIBRARY = re.compile(r"^(nvidia-.*?|cuda-toolkit|transformer-engine)(-cu(\d+))?$")
 # the compiler's own libraries: nvidia-cutlass-dsl requires the cu12 set, its extra adds the cu13 set beside it
 _TWO_TOOLKITS_BY_DESIGN = ("nvidia-cutlass-dsl",)
@@ -75,6 +82,7 @@ def collect(*, torch_timeout: float = 120.0) -> dict[str, Any]:
     versions = _installed_versions(problems)
     torch_facts = probe_torch(torch_timeout)
     driver = _driver()
+    packages = _packages(versions, problems)
     problems += _torch_problems(torch_facts, driver) + _library_problems(versions, torch_facts, environment)
     gpus = _gpus(torch_facts, problems)
     try:
@@ -85,7 +93,7 @@ def collect(*, torch_timeout: float = 120.0) -> dict[str, Any]:
         "layerplan": _own_facts(),
         "python": {"version": platform.python_version(), "executable": sys.executable, "prefix": sys.prefix},
         "system": {"os": platform.platform(), "machine": platform.machine(), "libc": " ".join(platform.libc_ver())},
-        "packages": {name: versions.get(name) for name in PACKAGES},
+        "packages": packages,
         "libraries": {name: v for name, v in sorted(versions.items()) if _CUDA_LIBRARY.match(name) and name not in PACKAGES},
         "megatron": _megatron(versions),
         "torch": torch_facts,
@@ -117,6 +125,54 @@ def probe_torch(timeout: float) -> dict[str, Any]:
         return {"status": "ok", **facts}
     missing = "No module named 'torch'" in error
     return {"status": "missing" if missing else "broken", "error": error, "seconds": facts["seconds"]}
+
+
+def probe_import(module: str, timeout: float) -> str | None:
+    """Why a module cannot be imported, None where it can: tried in a process of its own."""
+    try:
+        done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=timeout, errors="replace")
+    except subprocess.TimeoutExpired:
+        return f"importing it took more than {timeout:g} s"
+    if done.returncode == 0:
+        return None
+    return done.stderr.strip().rpartition("\n")[2] or f"the process that imports it ended with {done.returncode}"
+
+
+def _packages(versions: dict[str, str], problems: list[str]) -> dict[str, dict[str, str | None]]:
+    """Every package that layerplan knows: its version by its metadata, the file that an import would take, and a remark where
+    the two do not belong together."""
+    places = {name: locate(module) for name, module in PACKAGES.items() if module}
+    rows: dict[str, dict[str, str | None]] = {}
+    for name, module in PACKAGES.items():
+        version, place, remark = versions.get(name), places.get(name, Place("missing")), None
+        # flash-attn-4 alone leaves flash_attn without code of its own
+        shared = any(p.here and PACKAGES[other].startswith(f"{module}.") for other, p in places.items())
+        if version and module and not place.here:
+            remark = f"{name} {version} has metadata, but {module} has no code; reinstall it"
+        elif place.state == "look-alike" and not shared:
+            remark = (f"{name} is not installed, but 'import {module}' finds the folder {place.location}, which holds no package; "
+                      "rename the folder or take its parent off the path")  # fmt: skip
+        elif place.here and version is None:
+            remark = "no metadata: a checkout or a copy, of unknown version"
+        if remark and not (place.here and version is None):
+            problems.append(remark)
+        if version and (rule := _out_of_range(name, version)):
+            problems.append(f"{name} {version} is installed, layerplan needs {rule}; pip install '{name}{rule}'")
+        rows[name] = {"version": version, "location": place.location if place.here else None, "remark": remark}
+    return rows
+
+
+def _out_of_range(name: str, version: str) -> str | None:
+    """The rule that a version breaks, written as pip takes it."""
+    least, below = VERSIONS.get(name, (None, None))
+    rule = ",".join(f"{sign}{bound}" for sign, bound in ((">=", least), ("<", below)) if bound)
+    numbers = _numbers(version)
+    return rule if (least and numbers < _numbers(least)) or (below and numbers >= _numbers(below)) else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 0.19.2rc1 -> (0, 19, 2)."""
+    return tuple(int(n) for n in re.match(r"\d+(?:\.\d+)*|", version).group().split(".") if n)
 
 
 def _installed_versions(problems: list[str]) -> dict[str, str]:
@@ -258,7 +314,7 @@ def _gpus(torch_facts: dict[str, Any], problems: list[str]) -> list[dict[str, An
     rows = []
     for device in torch_facts.get("devices", ()):
         try:
-            name = archs._of_capability(tuple(device["capability"])).name
+            name = archs.of_capability(tuple(device["capability"])).name
         except ValueError as e:
             name = None
             problems.append(f"GPU {device['index']} ({device['name']}): {e}")
@@ -271,25 +327,29 @@ def _engines(torch_facts: dict[str, Any], gpus: list[dict[str, Any]], problems: 
     from .engines.manifest import MANIFEST
 
     here = list(dict.fromkeys(g["arch"] for g in gpus if g["arch"])) + ["cpu"]
-    rows = []
+    rows, broken = [], {}
+    modules = sorted({n for e in MANIFEST for n in e.needs if n != "torch" and locate(n).here})
+    with ThreadPoolExecutor() as pool:  # each is a process of its own
+        answers = list(pool.map(lambda module: probe_import(module, 60), modules))
+    for module, why in zip(modules, answers, strict=True):
+        if why is not None:
+            broken[module] = f"needs the package {module!r}, which cannot be imported: {why}"
+            problems.append(f"{module} is installed but cannot be imported: {why}; reinstall it")
     for entry in MANIFEST:
         for arch in here:
-            reason = _why_not(entry, arch, torch_facts)
+            reason = _why_not(entry, arch, torch_facts, broken)
             rows.append({"id": entry.id, "arch": arch, "runs": reason is None, "reason": reason, "note": entry.note})
     if not any(r["runs"] for r in rows):
         problems.append("no engine can run here; the engines' reasons say what is missing")
     return rows
 
 
-def _why_not(entry: Any, arch: str, torch_facts: dict[str, Any]) -> str | None:
+def _why_not(entry: Any, arch: str, torch_facts: dict[str, Any], broken: dict[str, str]) -> str | None:
     if arch not in entry.archs:
         return f"has no code for {arch}; it runs on {', '.join(entry.archs)}"
-    missing = entry.missing_package()
-    if missing is not None:
-        return f"needs the package {missing!r}, which is not installed"
     if "torch" in entry.needs and torch_facts["status"] != "ok":
         return f"needs torch, which is {torch_facts['status']}"
-    return None
+    return entry.absent() or next((broken[n] for n in entry.needs if n in broken), None)
 
 
 def _caches(environment: dict[str, str]) -> list[dict[str, Any]]:
@@ -342,9 +402,12 @@ def render(facts: dict[str, Any], console: Any) -> None:
     console.print(f"[bold]layerplan {own['version']}[/] ({own['install']}, {escape(own['location'])})")
     console.print(f"python {py['version']} ({escape(py['executable'])}) on {escape(facts['system']['os'])}\n")
 
-    packages = table("packages", "name", "version")
-    for name, version in (*facts["packages"].items(), *facts["libraries"].items()):
-        packages.add_row(name, version or "[dim]not installed[/]")
+    packages = table("packages", "name", "version", "remark")
+    for name, row in facts["packages"].items():
+        here = row["location"] and "unknown version"
+        packages.add_row(name, row["version"] or here or "[dim]not installed[/]", escape(row["remark"] or ""))
+    for name, version in facts["libraries"].items():
+        packages.add_row(name, version, "")
     console.print(packages)
     if facts["megatron"]["location"] and not facts["megatron"]["version"]:
         console.print(f"megatron.core is a checkout in {escape(facts['megatron']['location'])}")

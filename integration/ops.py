@@ -187,6 +187,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[in
     ``q`` [b, sq, hq, d], ``k`` [b, sk, hk, d], ``v`` [b, sk, hk, dv], hq a multiple of hk -> out [b, sq, hq, dv], lse float32
     [b, hq, sq] (natural log). Packed: q [tq, hq, d], k, v [tk, hk, ...] with ``cu_seqlens_q/k`` (int32, [n + 1], from 0,
     non-decreasing) -> lse [hq, tq]; ``max_seqlen_q/k``: longest segments, for kernels; unset, the token counts serve.
+    Rows behind the last end belong to no segment: whatever they hold, they give 0, LSE -inf and gradient 0.
     ``layout="sbhd"``: sequence first. Causal is bottom-right aligned; ``window`` (L, R) keeps keys
     i + sk - sq - L ... i + sk - sq + R, None open. ``sink`` [hq] adds one logit per head to the denominator; the LSE includes
     it. A row that sees no key gives 0 and LSE -inf (the sink, with one). ``mask``: bool [1 or b, 1 or h, sq, sk], True hides.

@@ -75,6 +75,12 @@ class Settings:
 
 
 @functools.cache
+def given() -> frozenset[str]:
+    """Names of the LAYERPLAN_* variables that are set to something, whether or not it is the default."""
+    return frozenset(name for name in VARIABLES if os.environ.get(name, "").strip())
+
+
+@functools.cache
 def settings() -> Settings:
     """The process's settings, read from the environment on first use."""
     return Settings.from_env(os.environ)

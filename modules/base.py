@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import fnmatch
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..integration.graph.ir import Graph
+from ..integration.planner.plan_file import Pins
 from ..integration.planner.policy import Policy
 from ..integration.planner.runner import Runner
 
@@ -19,6 +20,7 @@ class PlannedModule(torch.nn.Module):
     mask) by a hashable key and builds the graph once per shape class."""
 
     _plan_name = ""
+    _deterministic = False  # whether the module's own config asks for reruns that are bitwise equal, under any policy
 
     def planned(self, key: tuple, names: tuple[str, ...], build: Callable[..., Graph], *,
                 recompute: frozenset[str] = frozenset(), groups: Mapping[str, Any] | None = None) -> Runner:  # fmt: skip
@@ -29,9 +31,10 @@ class PlannedModule(torch.nn.Module):
         runner = runners.get(full)
         if runner is None:
             policy = self.__dict__.get("_policy") or Policy.of(None)
+            policy = dataclasses.replace(policy, deterministic=policy.deterministic or self._deterministic)
             runner = runners[full] = Runner(
                 build, names, policy=policy, name=self._plan_name or type(self).__name__, training=self.training,
-                recompute=recompute, groups=groups,
+                recompute=recompute, groups=groups, pins=self.__dict__.get("_pins"),
             )  # fmt: skip
         return runner
 
@@ -43,9 +46,9 @@ class PlannedModule(torch.nn.Module):
         """Leave this module out of reports: its parent's plan reads its parameters and never calls it."""
         self.__dict__["plan_runners"] = None
 
-    def set_policy(self, policy: Policy, name: str = "") -> None:
-        """Plan anew under ``policy`` from the next call on."""
-        self.__dict__["_policy"] = policy
+    def set_policy(self, policy: Policy, name: str = "", *, pins: Pins | None = None) -> None:
+        """Plan anew under ``policy`` and the plan file ``pins`` (None: without one) from the next call on."""
+        self.__dict__["_policy"], self.__dict__["_pins"] = policy, pins
         if name:
             self._plan_name = name
         self.__dict__["_runners"] = {}
@@ -62,15 +65,23 @@ class PlannedModule(torch.nn.Module):
         return made
 
 
-def apply_policy(model: torch.nn.Module, policy: Policy | str | Mapping[str, str] | None) -> None:
-    """Set the policy of every layerplan module of ``model``; patterns of ``per_module`` match its module names."""
+def planned_names(model: torch.nn.Module) -> list[str]:
+    """Names of the modules of ``model`` that run plans of their own: what patterns of a policy are held against."""
+    return [n for n, m in model.named_modules() if isinstance(m, PlannedModule) and m.plan_runners is not None]
+
+
+def apply_policy(model: torch.nn.Module, policy: Policy | str | Mapping[str, str] | None, *, pins: Pins | None = None,
+                 rename: Callable[[str], str] = str) -> None:  # fmt: skip
+    """Set the policy of every layerplan module of ``model``; patterns of ``per_module`` match its module names, or what ``rename``
+    makes of them. ValueError where a pattern holds for no module, with close names; nothing is set then.
+
+    ``pins`` (``planner.plan_file.load``): regions that they name run on the engine and with the knobs that they say. Where
+    the engine no longer takes one, planning it is a PlanError.
+    """
     chosen = Policy.of(policy)
-    unused = {p for p, _ in chosen.per_module}
+    wrong = chosen.unmatched(rename(n) for n in planned_names(model))
+    if wrong:
+        raise ValueError("\n".join(f"policy per_module[{p!r}]: {rule}; {remedy}" for p, (rule, remedy) in wrong.items()))
     for name, module in model.named_modules():
         if isinstance(module, PlannedModule):
-            own = chosen.for_module(name)
-            module.set_policy(own, name)
-            unused -= {p for p in unused if fnmatch.fnmatchcase(name, p)}
-    if unused:
-        raise ValueError(f"policy per_module {sorted(unused)}: matches no layerplan module of this model; "
-                         "see model.named_modules() for the names")  # fmt: skip
+            module.set_policy(chosen.for_module(rename(name)), name, pins=pins)

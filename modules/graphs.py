@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..integration.graph.ir import Graph, GraphBuilder
-from ..integration.planner.shapes import SpecMaker
+from ..integration.graph.ir import Graph, GraphBuilder, TensorSpec
+from ..integration.planner.shapes import SpecMaker, dtype_name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,5 +121,114 @@ def attention_graph(names: tuple[str, ...], attrs: dict[str, object]) -> Callabl
         b, spec = GraphBuilder(), SpecMaker()
         v = {n: b.input(n, spec(t, patterns[n]), weight=n == "sink") for n, t in zip(names, tensors, strict=True)}
         return b.build([b.op("sdpa", want=("out",), **v, **attrs)])
+
+    return build
+
+
+def _whole_sequence_inputs(b: GraphBuilder, spec: SpecMaker, given: dict[str, torch.Tensor], gathered: TensorSpec, length: int) -> dict[str, str]:
+    """Inputs that are as long as the gathered sequence (positions, a mask) and sdpa's other ports. ``gathered`` is a tensor
+    [s, ...] or [t, ...] of the graph whose first dim has the size ``length``: under sequence parallel a dim of its own."""
+    patterns = {"sink": "h!", "cu_seqlens_q": "n", "cu_seqlens_k": "n", "seed": "*i", "offset": "*i"}
+    tokens, batch = gathered.shape[:2]
+    values = {}
+    for name, t in given.items():
+        if name.endswith("positions") and t.shape == (length,):
+            made = TensorSpec((tokens,), dtype_name(t.dtype))
+        elif name == "mask" and t.dim() == 4 and tuple(t.shape[2:]) == (length, length):
+            made = TensorSpec((1 if t.shape[0] == 1 else batch, int(t.shape[1]), tokens, tokens), dtype_name(t.dtype))
+        else:  # what does not fit the op's rule refuses, with names
+            made = spec(t, patterns.get(name, "*x"))
+        values[name] = b.input(name, made, weight=name == "sink")
+    return values
+
+
+LATENT_UP_PROJECTION = frozenset({"linear", "unflatten_heads", "split", "rope", "expand_heads", "concat"})
+"""The ops of ``latent_attention_graph`` in front of the attention: as a save policy, queries, keys and values are rebuilt in
+the backward from the latents."""
+
+
+def latent_attention_graph(tp: TensorParallel, heads: int, nope: int, names: tuple[str, ...],
+                           attrs: dict[str, object]) -> Callable[..., Graph]:  # fmt: skip
+    """Multi-head latent attention (DeepSeek-V2, 2024) from the latents on: up projections, rotary embedding, attention.
+
+    ``heads`` are this rank's, ``nope`` is the part of a query's and key's head dim that is not rotated. ``names`` in order:
+    q_latent [*t, c_q], q_weight [heads * (nope + r), c_q], kv_latent [*t, c_kv], kv_weight [heads * (nope + dv), c_kv],
+    k_rope [*t, 1, r], cos, sin [positions, <= r / 2], then optionally q_positions, k_positions [tokens] and sdpa's own ports.
+    ``*t`` is s b or t, of this rank's shard under sequence parallel. ``attrs`` are sdpa's, the layout among them. Output
+    [*t, heads, dv], the whole sequence.
+    """
+
+    def build(*tensors: torch.Tensor) -> Graph:
+        b, spec = GraphBuilder(), SpecMaker()
+        patterns = {"q_latent": "*t c!", "q_weight": "n! c!", "kv_latent": "*t k!", "kv_weight": "m! k!", "k_rope": "*t i r!",
+                    "cos": "p r!", "sin": "p r!"}
+        v: dict[str, str] = {}
+        given = dict(zip(names, tensors, strict=True))
+        for name in names[:7]:
+            v[name] = b.input(name, spec(given[name], patterns[name]), weight=name.endswith("weight"))
+        k_rope = tp.enter(b, v["k_rope"])
+        length = given["k_rope"].shape[0] * (tp.size if tp.sequence else 1)
+        ports = _whole_sequence_inputs(b, spec, dict(list(given.items())[7:]), b.specs[k_rope], length)
+
+        def turn(x: str, positions: str) -> str:
+            return b.op("rope", x=x, cos=v["cos"], sin=v["sin"], positions=ports.get(positions), interleaved=True)
+
+        q = b.op("linear", x=tp.enter(b, v["q_latent"]), weight=v["q_weight"])
+        q_nope, q_rope = b.op("split", x=b.op("unflatten_heads", x=q, heads=heads), first=nope)
+        q = b.op("concat", a=q_nope, b=turn(q_rope, "q_positions"))
+        kv = b.op("linear", x=tp.enter(b, v["kv_latent"]), weight=v["kv_weight"])
+        k_nope, value = b.op("split", x=b.op("unflatten_heads", x=kv, heads=heads), first=nope)
+        k = b.op("concat", a=k_nope, b=b.op("expand_heads", x=turn(k_rope, "k_positions"), heads=heads))
+        ports = {n: value for n, value in ports.items() if not n.endswith("positions")}
+        return b.build([b.op("sdpa", want=("out",), q=q, k=k, v=value, **ports, **attrs)])
+
+    return build
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """This rank's heads in a fused QKV projection: per KV group its queries, then its key, then its value."""
+
+    groups: int
+    queries_per_group: int
+    head_dim: int
+
+
+def self_attention_graph(tp: TensorParallel, heads: HeadLayout, names: tuple[str, ...], attrs: dict[str, object], *,
+                         norm: NormAttrs | None, qk_norm: NormAttrs | None, interleaved: bool) -> Callable[..., Graph]:  # fmt: skip
+    """[norm,] QKV projection, split, [qk-norm,] [rotary embedding,] attention, output projection, with the collectives of
+    tensor parallelism around them. The output projection's bias is left to the caller, who adds it with the residual.
+
+    ``names`` of the inputs in order: x [*t, h], qkv [groups * (queries + 2) * d, h], proj [h', heads * d], then optionally qkv_bias,
+    norm_weight, norm_bias [h], q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias [d], cos, sin [positions, <= d / 2],
+    q_positions, k_positions [tokens] and sdpa's own ports. ``*t`` is s b or t, of this rank's shard under sequence parallel.
+    ``attrs`` are sdpa's, the layout among them. Output [*t, h'].
+    """
+    patterns = {"x": "*t h!", "qkv": "n! h!", "proj": "g! m!", "qkv_bias": "n!", "norm_weight": "h!", "norm_bias": "h!", "q_norm_weight": "d!",
+                "q_norm_bias": "d!", "k_norm_weight": "d!", "k_norm_bias": "d!", "cos": "p r!", "sin": "p r!"}  # fmt: skip
+    data = ("x", "cos", "sin")
+
+    def build(*tensors: torch.Tensor) -> Graph:
+        b, spec = GraphBuilder(), SpecMaker()
+        given = dict(zip(names, tensors, strict=True))
+        v = {n: b.input(n, spec(t, patterns[n]), weight=n not in data) for n, t in given.items() if n in patterns}
+        x = v["x"]
+        if norm is not None:
+            x = b.op(norm.op, x=x, weight=v["norm_weight"], bias=v.get("norm_bias"), want=("y",), **norm.attrs())
+        x = tp.enter(b, x)
+        length = given["x"].shape[0] * (tp.size if tp.sequence else 1)
+        ports = _whole_sequence_inputs(b, spec, {n: t for n, t in given.items() if n not in patterns}, b.specs[x], length)
+        mixed = b.op("linear", x=x, weight=v["qkv"], bias=v.get("qkv_bias"))
+        q, k, value = b.op("qkv_split", x=mixed, **dataclasses.asdict(heads))
+        parts = {"q": q, "k": k}
+        for side in parts:
+            if qk_norm is not None:
+                parts[side] = b.op(qk_norm.op, x=parts[side], weight=v[f"{side}_norm_weight"], bias=v.get(f"{side}_norm_bias"), want=("y",),
+                                   **qk_norm.attrs())  # fmt: skip
+            if "cos" in v:
+                parts[side] = b.op("rope", x=parts[side], cos=v["cos"], sin=v["sin"], positions=ports.pop(f"{side}_positions", None),
+                                   interleaved=interleaved)  # fmt: skip
+        out = b.op("flatten_heads", x=b.op("sdpa", want=("out",), **parts, v=value, **ports, **attrs))
+        return b.build([tp.leave(b, b.op("linear", x=out, weight=v["proj"]))])
 
     return build

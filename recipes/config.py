@@ -9,20 +9,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something wrong with a configuration: which field, what it holds, the rule it breaks, and what to do."""
-
-    field: str
-    value: Any
-    rule: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.field} = {self.value!r}: {self.rule}; {self.remedy}"
+from ..integration.problems import Problem
 
 
 class RecipeError(ValueError):
@@ -82,7 +72,8 @@ class Parallel:
 
 @dataclass(kw_only=True)
 class Data:
-    """``prefix``: what ``layerplan data prepare`` wrote (prefix.bin, prefix.idx, prefix.tokenizer.json)."""
+    """``prefix``: what ``layerplan data prepare`` wrote (prefix.bin, prefix.idx, prefix.tokenizer.json). ``split``: shares
+    of the documents for training, validation and test, as in 98,2,0 or 969,30,1."""
 
     prefix: str | None = None
     seed: int = 1234
@@ -122,24 +113,31 @@ class Precision:
 @dataclass(kw_only=True)
 class Plan:
     """Whose layers run, and what the planner may choose. ``arch`` is what ``--dry-run`` plans for; None means the device at hand,
-    and training refuses another."""
+    and training refuses another. ``gradient_accumulation_fusion``: weight gradients are added to the float32 gradients within
+    the product. ``file``: a plan file (``layerplan plan --save``) whose engines and knobs are pinned. ``per_module``: other policies
+    for modules by name, first match first, each PATTERN=POLICY (``*.mlp=reference``); layers are numbered through all stages."""
 
     layers: Literal["layerplan", "megatron_local"] = "layerplan"
     policy: Literal["auto", "strict", "reference"] = "auto"
+    per_module: tuple[str, ...] = ()
     deterministic: bool = False
     recompute: Literal["none", "full", "selective"] = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    gradient_accumulation_fusion: bool = True
+    file: str | None = None
     arch: str | None = None
 
 
 @dataclass(kw_only=True)
 class Checkpoint:
-    """``dir`` None writes nothing. ``keep``: how many complete ones stay."""
+    """``dir`` None writes nothing. ``keep``: how many complete ones stay. ``pin_plan``: a resumed run runs what the
+    checkpoint's plan file says, engine by engine; plan.file goes before it."""
 
     dir: str | None = None
     every_steps: int = 0
     keep: int = 2
     resume: Literal["auto", "none"] = "auto"
+    pin_plan: bool = True
     background: bool = True
     save_at_end: bool = True
 
@@ -157,18 +155,22 @@ class Logging:
 
 @dataclass(kw_only=True)
 class Train:
-    """``global_batch`` sequences make one step, in micro-batches of ``micro_batch`` per data-parallel rank."""
+    """``global_batch`` sequences make one step, in micro-batches of ``micro_batch`` per data-parallel rank. Every
+    ``eval_every_steps`` (0: never) and after the last step, the loss on the first ``eval_batches`` global batches of the
+    validation split is taken."""
 
     steps: int
     global_batch: int
     micro_batch: int
     seed: int = 1234
+    eval_every_steps: int = 0
+    eval_batches: int = 8
     threads: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 _SPLIT_PARTS = 3
-_MODULES = ("core_attn", "layernorm", "mlp", "moe_act", "mla_up_proj")
+_MODULES = ("core_attn", "layernorm", "mlp")  # Megatron's others are of experts and latent attention
 
 
 @dataclass(kw_only=True)
@@ -215,7 +217,9 @@ class Recipe:
 
     def validate(self) -> list[Problem]:
         """Everything that is wrong, without a device and without the number of ranks."""
-        return [*_ranges(self), *_model(self), *_parallel(self), *_rest(self)]
+        from .policies import policy_problems
+
+        return [*_ranges(self), *_model(self), *_parallel(self), *_rest(self), *policy_problems(self)]
 
     def validate_world(self, world: int) -> list[Problem]:
         """What is wrong once the number of ranks is known."""
@@ -248,10 +252,12 @@ def _plain(value: Any) -> Any:
 _AT_LEAST_ONE = (
     "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_attention_heads", "model.num_query_groups",
     "model.vocab_size", "model.seq_length", "model.head_dim", "parallel.tensor", "parallel.pipeline", "checkpoint.keep",
-    "logging.every_steps", "train.steps", "train.global_batch", "train.micro_batch", "train.threads", "schedule.decay_steps",
+    "logging.every_steps", "train.steps", "train.global_batch", "train.micro_batch", "train.threads", "train.eval_batches",
+    "schedule.decay_steps",
 )  # fmt: skip
 _AT_LEAST_ZERO = ("schedule.warmup_steps", "checkpoint.every_steps", "optimizer.weight_decay", "optimizer.min_lr",
-                  "optimizer.clip_grad", "model.init_std", "train.seed", "data.seed")  # fmt: skip
+                  "optimizer.clip_grad", "model.init_std", "train.seed", "train.eval_every_steps",
+                  "data.seed")  # fmt: skip
 _ABOVE_ZERO = ("optimizer.lr", "optimizer.eps", "model.norm_eps", "model.rope_base")
 _FRACTIONS = ("model.hidden_dropout", "model.attention_dropout", "optimizer.beta1", "optimizer.beta2")
 
@@ -329,7 +335,8 @@ def _rest(recipe: Recipe) -> list[Problem]:
         problems.append(Problem("optimizer.min_lr", o.min_lr, f"must be at most optimizer.lr = {o.lr}", "lower it"))
     if c.every_steps and c.dir is None:
         problems.append(Problem("checkpoint.every_steps", c.every_steps, "needs a folder to save in", "set checkpoint.dir=PATH"))
-    problems += _split(recipe.data.split)
+    problems += _split(recipe.data.split, t.eval_every_steps)
+    problems += _plan_file(recipe.plan)
     problems += _arch(recipe.plan.arch)
     if recipe.plan.recompute == "selective":
         for name in recipe.plan.recompute_modules:
@@ -338,14 +345,44 @@ def _rest(recipe: Recipe) -> list[Problem]:
     return problems
 
 
-def _split(split: str) -> list[Problem]:
+def _split(split: str, eval_every_steps: int) -> list[Problem]:
     try:
         parts = [float(p) for p in split.split(",")]
     except ValueError:
         parts = []
-    if len(parts) == _SPLIT_PARTS and all(p >= 0 for p in parts) and parts[0] > 0:
-        return []
-    return [Problem("data.split", split, "must be three shares for training, validation and test, the first above 0", "write 98,2,0")]
+    if len(parts) != _SPLIT_PARTS or not all(p >= 0 for p in parts) or parts[0] <= 0:
+        return [Problem("data.split", split, "must be three shares for training, validation and test, the first above 0", "write 98,2,0")]
+    if eval_every_steps > 0 and parts[1] == 0:
+        rule = f"leaves nothing for validation, which train.eval_every_steps = {eval_every_steps} asks for"
+        return [Problem("data.split", split, rule, "write 98,2,0, or set train.eval_every_steps=0")]
+    return []
+
+
+def _plan_file(plan: Plan) -> list[Problem]:
+    if plan.file is not None and plan.layers != "layerplan":
+        return [Problem("plan.file", plan.file, f"plan.layers = {plan.layers!r} runs no plans",
+                        "set plan.layers=layerplan or plan.file=none")]  # fmt: skip
+    modes = {plan.policy, *(row.rpartition("=")[2].strip() for row in plan.per_module)}
+    if plan.file is not None and modes == {"reference"}:
+        return [Problem("plan.file", plan.file, "plan.policy = 'reference' leaves no choice that could be pinned",
+                        "set plan.policy=auto or plan.file=none")]  # fmt: skip
+    return []
+
+
+def load_pins(recipe: Recipe) -> Any:
+    """The pins of plan.file (a ``plan_file.Pins``), None where the recipe names none. Raises RecipeError where the file
+    cannot be read."""
+    from ..integration.planner.plan_file import PlanFileError, load
+
+    file = recipe.plan.file
+    if file is None:
+        return None
+    remedy = "write it anew (layerplan plan RECIPE --save FILE), or set plan.file=none"
+    source = f"plan.file = {file}"
+    try:
+        return load(Path(file), source=source, remedy=remedy)
+    except PlanFileError as error:
+        raise RecipeError([Problem("plan.file", file, str(error).removeprefix(f"{source}: "), remedy)]) from None
 
 
 def _arch(name: str | None) -> list[Problem]:

@@ -11,10 +11,20 @@ import torch
 
 from ..integration.engines.arch import Arch
 from ..integration.graph.ir import Graph
+from ..integration.planner.plan_file import Pins, pins_of
 from ..integration.planner.planner import Plan, plan
 from ..integration.planner.policy import Policy
-from ..modules.graphs import Activation, NormAttrs, TensorParallel, attention_graph, linear_graph, mlp_graph, norm_graph
-from .config import Recipe
+from ..modules.graphs import (
+    Activation,
+    HeadLayout,
+    NormAttrs,
+    TensorParallel,
+    mlp_graph,
+    norm_graph,
+    self_attention_graph,
+)
+from .config import Recipe, load_pins
+from .policies import modules_of, policy_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +43,7 @@ class PlannedGraph:
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecipePlan:
     """Predictions from datasheet rates; ``outside_seconds`` are the output layer's products, which Megatron runs itself.
-    Embedding, rope, residual adds, loss, optimiser and communication are not in the time."""
+    Embedding, residual adds, loss, optimiser and communication are not in the time."""
 
     recipe: str
     arch: str
@@ -42,6 +52,10 @@ class RecipePlan:
     tokens_per_step: int
     outside_seconds: float
     planning_ms: float
+
+    def pins(self) -> Pins:
+        """What ``layerplan plan --save`` writes."""
+        return pins_of(g.plan for g in self.graphs)
 
     @property
     def step_seconds(self) -> float:
@@ -71,63 +85,72 @@ def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def _graphs(recipe: Recipe) -> list[tuple[str, Graph, int, frozenset[str]]]:
-    """(name, graph, count per stage, save policy) of every distinct graph."""
-    m, p = recipe.model, recipe.parallel
+    """(name, graph, count per stage, save policy) of every distinct graph: those that the layers build in training."""
+    m, p, plan = recipe.model, recipe.parallel, recipe.plan
     dtype = torch.bfloat16 if recipe.precision.dtype == "bf16" else torch.float32
     tp = TensorParallel(p.tensor, p.sequence and p.tensor > 1)
     norm = NormAttrs("rms_norm" if m.normalization == "RMSNorm" else "layer_norm", m.norm_eps)
-    has_bias = norm.op == "layer_norm"
-    s, b, h, f = m.seq_length, recipe.train.micro_batch, m.hidden_size, m.ffn_hidden_size
-    local, t = s // (p.tensor if tp.sequence else 1), p.tensor
-    hq, hk, d = m.num_attention_heads // t, max(m.num_query_groups // t, 1), m.head_width
+    s, b, h, f, t = m.seq_length, recipe.train.micro_batch, m.hidden_size, m.ffn_hidden_size // p.tensor, p.tensor
+    hq, hk, d = m.num_attention_heads // t, m.num_query_groups // t, m.head_width
     layers = math.ceil(m.num_layers / p.pipeline)
-    again = {"all_gather"} if tp.sequence else set()
-    if recipe.plan.recompute == "selective" and "layernorm" in recipe.plan.recompute_modules:
-        again.add(norm.op)
-    keep = frozenset(again)
-    x, gammas = _meta(dtype, local, b, h), [_meta(dtype, h)] * (1 + has_bias)
-    qkv_bias = m.linear_bias or m.qkv_bias
-    width = (hq + 2 * hk) * d
+    modules = set(plan.recompute_modules) if plan.recompute == "selective" else set()
+    keep = ({"all_gather"} if tp.sequence else set()) | ({norm.op} if "layernorm" in modules else set())
 
-    def ask(made, *tensors):
-        names, build = made
-        return build(*tensors)
+    def norm_of(prefix: str, width: int) -> dict[str, torch.Tensor]:
+        ports = ("weight", "bias") if norm.op == "layer_norm" else ("weight",)
+        return {f"{prefix}{port}": _meta(dtype, width) for port in ports}
 
-    rows = [
-        ("norm + qkv", ask(linear_graph(tp, column=True, bias=qkv_bias, norm=norm, norm_bias=has_bias), x, _meta(dtype, width, h),
-                           *([_meta(dtype, width)] if qkv_bias else []), *gammas), layers, keep),
-        ("core attention", attention_graph(("q", "k", "v"), {"layout": "sbhd", "causal": True, "dropout": 0.0})(
-            _meta(dtype, s, b, hq, d), _meta(dtype, s, b, hk, d), _meta(dtype, s, b, hk, d)), layers, frozenset()),
-        ("attention projection", ask(linear_graph(tp, column=False, bias=False), _meta(dtype, s, b, hq * d), _meta(dtype, h, hq * d)),
-         layers, frozenset()),
-        ("norm + mlp", ask(mlp_graph(tp, Activation(m.activation), bias=m.linear_bias, row_weight=False, norm=norm, norm_bias=has_bias), x,
-                           _meta(dtype, f * (2 if m.gated else 1) // t, h), _meta(dtype, h, f // t),
-                           *([_meta(dtype, f // t)] if m.linear_bias else []), *gammas), layers, keep),
-        ("final norm", norm_graph(norm, ("x", "weight", "bias") if has_bias else ("x", "weight"))(x, *gammas), 1, frozenset()),
+    x, width = {"x": _meta(dtype, s // (t if tp.sequence else 1), b, h)}, (hq + 2 * hk) * d
+    attention = x | {"qkv": _meta(dtype, width, h), "proj": _meta(dtype, h, hq * d)}
+    attention |= {"qkv_bias": _meta(dtype, width)} if m.linear_bias or m.qkv_bias else {}
+    attention |= norm_of("norm_", h) | (norm_of("q_norm_", d) | norm_of("k_norm_", d) if m.qk_norm else {})
+    attention |= {n: _meta(torch.float32, s, d // 2) for n in ("cos", "sin")}
+    attention |= {n: _meta(torch.int64, 1) for n in ("seed", "offset")} if m.attention_dropout > 0 else {}
+    attrs = {"layout": "sbhd", "causal": True, "scale": 1.0 / math.sqrt(d), "window": (None, None),
+             "dropout": m.attention_dropout}  # fmt: skip
+    self_attention = self_attention_graph(tp, HeadLayout(hk, hq // hk, d), tuple(attention), attrs, norm=norm,
+                                          qk_norm=norm if m.qk_norm else None, interleaved=False)  # fmt: skip
+    mlp = [x["x"], _meta(dtype, f * (2 if m.gated else 1), h), _meta(dtype, h, f),
+           *([_meta(dtype, f * (2 if m.gated else 1))] if m.linear_bias else []), *norm_of("", h).values()]  # fmt: skip
+    _, mlp_of = mlp_graph(tp, Activation(m.activation), bias=m.linear_bias, row_weight=False, norm=norm,
+                          norm_bias=norm.op == "layer_norm")  # fmt: skip
+    again = frozenset(keep | ({"sdpa"} if "core_attn" in modules else set()))
+    last = x | norm_of("", h)
+    return [
+        ("norm + self attention", self_attention(*attention.values()), layers, again),
+        ("norm + mlp", mlp_of(*mlp), layers, frozenset(keep)),
+        ("final norm", norm_graph(norm, tuple(last))(*last.values()), 1, frozenset()),
     ]  # fmt: skip
-    if m.qk_norm:
-        names = ("x", "weight", "bias") if has_bias else ("x", "weight")
-        small = [_meta(dtype, d)] * (1 + has_bias)
-        for name, heads in (("query norm", hq), ("key norm", hk)):
-            rows.append((name, norm_graph(norm, names)(_meta(dtype, s, b, heads, d), *small), layers, frozenset()))
-    return rows
+
+
+def _policies(recipe: Recipe, graph: str, times: int) -> list[tuple[Policy, int]]:
+    """The policies of the modules that run a graph, and for how many of the ``times`` in a micro-batch each holds, on the stage
+    where it holds most often."""
+    policy, names = policy_of(recipe), modules_of(recipe, graph)
+    stages = [[policy.for_module(n) for n in names[i : i + times]] for i in range(0, len(names), times)]
+    return [(p, max(s.count(p) for s in stages)) for p in dict.fromkeys(p for s in stages for p in s)]
 
 
 def estimate_recipe(recipe: Recipe, arch: Arch, world: int | None = None) -> RecipePlan:
     """Plan every distinct graph of ``recipe`` for ``arch``. ``world``: number of ranks (default: one data-parallel replica).
 
-    Raises PlanError where the recipe's policy leaves a region without an engine.
+    Raises PlanError where the recipe's policy leaves a region without an engine or a pin of plan.file no longer fits,
+    RecipeError where plan.file cannot be read.
     """
-    policy = Policy(mode=recipe.plan.policy, deterministic=recipe.plan.deterministic)
+    pins = load_pins(recipe)
     start = time.perf_counter()
-    planned = tuple(
-        PlannedGraph(name, plan(g, arch, policy, needs_grad=tuple(g.specs[v].is_float for v in g.inputs), recompute=keep), n)
-        for name, g, n, keep in _graphs(recipe)
-    )
+    planned = []
+    for name, g, times, keep in _graphs(recipe):
+        weights = tuple(i for i, v in enumerate(g.inputs) if v in g.weights)
+        options = {"needs_grad": tuple(v == "x" or v in g.weights for v in g.inputs), "recompute": keep, "pins": pins,
+                   "accumulate": weights if recipe.plan.gradient_accumulation_fusion else ()}  # fmt: skip
+        for policy, count in _policies(recipe, name, times):
+            shown = name if policy.mode == recipe.plan.policy else f"{name} ({policy.mode})"
+            planned.append(PlannedGraph(shown, plan(g, arch, policy, **options), count))
     planning_ms = (time.perf_counter() - start) * 1e3
     m, t, p = recipe.model, recipe.train, recipe.parallel
     data = max(1, (world or p.tensor * p.pipeline) // (p.tensor * p.pipeline))
     micro_batches = t.global_batch // (t.micro_batch * data)
     dtype = "bfloat16" if recipe.precision.dtype == "bf16" else "float32"
     outside = 3 * arch.roofline(2 * t.micro_batch * m.seq_length * m.hidden_size * m.vocab_size / p.tensor, 0, dtype) / 0.75
-    return RecipePlan(recipe.name, arch.name, planned, micro_batches, t.global_batch * m.seq_length, outside, planning_ms)
+    return RecipePlan(recipe.name, arch.name, tuple(planned), micro_batches, t.global_batch * m.seq_length, outside, planning_ms)

@@ -53,7 +53,7 @@ class Arch:
     def of_device(index: int) -> Arch:
         """The arch of a CUDA device, -1 for the CPU. A capability without a row of its own uses the closest older one
         of the same major version, and is refused where there is none."""
-        return ARCHS["cpu"] if index < 0 else _of_capability(_capability(index))
+        return ARCHS["cpu"] if index < 0 else of_capability(_capability(index))
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _of_capability(cap: tuple[int, int]) -> Arch:
+def of_capability(cap: tuple[int, int]) -> Arch:
     rows = [a for a in ARCHS.values() if a.capability and a.capability[0] == cap[0] and a.capability <= cap]
     if not rows:
         known = ", ".join(a for a in ARCHS if a != "cpu")

@@ -68,6 +68,15 @@ class Region:
         port = {v: p for p, v in self.node.outputs}
         return [port[v] for v in self.graph.outputs]
 
+    def key(self) -> str:
+        """Signature and shape class: what a plan file pins an engine by."""
+        return f"{self.graph.signature()}@{'x'.join(str(d.hint) for d in self.graph.dims())}"
+
+    def edges(self) -> tuple[tuple[int, str, int, str], ...]:
+        """Values that the region's nodes pass to each other: (producer's index, its port, reader's index, its port)."""
+        made = {v: (i, port) for i, n in enumerate(self.nodes) for port, v in n.outputs}
+        return tuple((*made[v], i, port) for i, n in enumerate(self.nodes) for port, v in n.inputs if v in made)
+
     def by_port(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         """``launch`` takes one tensor per port of the region's only node; a value that several ports read is one input."""
         ports = [self.graph.inputs.index(v) for _, v in self.node.inputs]
@@ -119,5 +128,18 @@ class Engine:
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
         raise NotImplementedError
 
+    def offer_with(self, region: Region, arch: Arch, knobs: tuple[tuple[str, Any], ...]) -> Offer | Decline:
+        """``match`` with the knobs of a plan file. An engine whose knobs can take other values than ``match`` chose
+        overrides this and says which values it can run with."""
+        answer = self.match(region, arch)
+        if isinstance(answer, Offer) and dict(answer.knobs) != dict(knobs):
+            return Decline(f"runs with knobs {dict(answer.knobs)} alone, not with {dict(knobs)}")
+        return answer
+
     def build(self, ctx: BuildContext) -> CompiledRegion:
         raise NotImplementedError
+
+    def autograd(self, region: Region, arch: Arch) -> Callable[..., Any] | None:
+        """A function over the region's inputs that the library itself differentiates, with the kernels that ``build`` gives
+        for this region and for its gradient; None where there is none. It returns the region's first output alone."""
+        return None

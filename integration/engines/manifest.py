@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import importlib.util
+
+from .packages import absence, import_error
 
 GPUS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 ALL = (*GPUS, "cpu")
+TMA = GPUS[2:]  # from sm_90 on
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,17 +30,18 @@ class Entry:
     def is_reference(self) -> bool:
         return self.id.startswith("reference/")
 
-    def missing_package(self) -> str | None:
-        return next((n for n in self.needs if not _installed(n)), None)
+    def absent(self) -> str | None:
+        """Why the engine cannot run in this environment, as far as that is known without importing anything; None where it can."""
+        return next((why for n in self.needs if (why := absence(n)) is not None), None)
+
+    def unusable(self) -> str | None:
+        """Why the engine cannot run in this environment; None where it can. Imports its module, but not what that imports for a
+        build: planning for a GPU elsewhere would take seconds."""
+        return self.absent() or import_error(self.target.partition(":")[0])
 
     def load(self):
         """The engine object; imports its module."""
         return _load(self.target)
-
-
-@functools.cache
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 @functools.cache
@@ -50,22 +53,38 @@ def _load(target: str):
 _NORM = ("rms_norm", "rms_norm_bwd", "layer_norm", "layer_norm_bwd")
 _GATES = tuple(f"{a}{b}" for a in ("swiglu", "geglu", "gelu", "squared_relu") for b in ("", "_bwd"))
 _LOSS = ("cross_entropy", "cross_entropy_bwd")
+_HEADS = ("split", "concat", "unflatten_heads", "flatten_heads", "expand_heads", "sum_heads")
 _K = "layerplan.kernels"
+_QUACK = ("torch", "quack")
 
 MANIFEST: tuple[Entry, ...] = (
     Entry("linear/torch", f"{_K}.linear.torch:TorchLinear", ("linear", "linear_dgrad", "linear_wgrad"), ALL,
           note="cuBLAS; fp32 accumulation into main_grad through addmm.dtype_out"),
+    Entry("linear/quack", f"{_K}.linear.quack:QuackLinear", ("linear", "linear_dgrad", "linear_wgrad"), TMA, _QUACK,
+          note="quack-kernels; 16-bit operands, fp32 accumulation into main_grad in the epilogue"),
+    Entry("linear_swiglu/quack", f"{_K}.linear.quack_swiglu:QuackLinearSwiglu",
+          ("linear", "swiglu", "linear_dgrad", "swiglu_bwd"), TMA, _QUACK,
+          note="quack-kernels; swiglu (where gate and up are not saved) and its gradient in the epilogue of the product before it"),
     Entry("norm/torch", f"{_K}.norm.torch:TorchNorm", _NORM, ALL, note="native norms"),
+    Entry("norm/quack", f"{_K}.norm.quack:QuackNorm", _NORM, GPUS, _QUACK,
+          note="quack-kernels; float32 residuals fused, others added in front"),
     Entry("attention/torch_cudnn", f"{_K}.attention.torch:CudnnAttention", ("sdpa", "sdpa_bwd"),
           ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"), note="cuDNN SDPA"),
     Entry("attention/torch_flash", f"{_K}.attention.torch:FlashAttention", ("sdpa", "sdpa_bwd"), GPUS,
           note="FlashAttention-2 in torch; packed sequences, windows"),
+    Entry("attention/fa4", f"{_K}.attention.fa4:Fa4Attention", ("sdpa", "sdpa_bwd"), GPUS, ("torch", "flash_attn.cute.cache_utils"),
+          note="FlashAttention-4 (flash-attn-4 4.0.0b36), its kernels without its wrapper; packed sequences, windows, sinks, LSE gradient; backward from sm_90 on"),
+    Entry("attention/fa4_deterministic", f"{_K}.attention.fa4:Fa4DeterministicAttention", ("sdpa", "sdpa_bwd"),
+          ("sm_90", "sm_100", "sm_103"), ("torch", "flash_attn.cute.cache_utils"),
+          note="the same with a backward whose reruns are bitwise equal"),
     Entry("attention/torch_cpu", f"{_K}.attention.torch:CpuAttention", ("sdpa", "sdpa_bwd"), ("cpu",),
           note="blocked CPU kernel"),
     Entry("layout/torch", f"{_K}.pointwise.torch:TorchLayout",
-          ("qkv_split", "qkv_merge", "zeros_like", "add", "row_sum"), ALL, note="views, cat, add, sum"),
+          ("qkv_split", "qkv_merge", *_HEADS, "zeros_like", "add", "row_sum"), ALL, note="views, cat, add, sum"),
+    Entry("rope/quack", f"{_K}.rope.quack:QuackRope", ("rope",), GPUS, _QUACK, note="quack-kernels; without per-token positions"),
+    Entry("loss/quack", f"{_K}.loss.quack:QuackCrossEntropy", _LOSS, GPUS, _QUACK, note="quack-kernels; up to 262144 classes"),
     Entry("pointwise/inductor", f"{_K}.pointwise.inductor:InductorPointwise",
-          ("add", "bias_dropout_add", "dropout_bwd", "rope", *_GATES, *_NORM, *_LOSS), ALL, ("torch", "triton"),
+          ("add", "bias_dropout_add", "dropout_bwd", "rope", "qkv_split", "qkv_merge", *_HEADS, *_GATES, *_NORM, *_LOSS), ALL, ("torch", "triton"),
           note="one generated kernel per region signature"),
     Entry("reference/eager", f"{_K}.reference.eager:Reference", ("*",), ALL, note="plain PyTorch, float32 inside"),
 )  # fmt: skip

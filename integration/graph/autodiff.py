@@ -204,3 +204,26 @@ def _rematerialise(forward: Graph, backward: Graph, recompute: frozenset[str]) -
     graph = dataclasses.replace(backward, inputs=(*saved, *(v for v in backward.inputs if v not in needed)),
                                 nodes=(*cloned, *backward.nodes), specs=specs)  # fmt: skip
     return prune(graph), tuple(saved)
+
+
+def accumulate_weight_grads(backward: Graph, grads: tuple[str | None, ...], positions: tuple[int, ...]):
+    """Let the weight gradients at ``positions`` of ``grads`` add into an extra float32 input each, behind the others.
+
+    Returns (backward, grads, the positions that now do). A gradient that is not one product (a weight used twice, a
+    norm's gamma) is left as it is and returned as usual.
+    """
+    nodes, inputs, specs, done = list(backward.nodes), list(backward.inputs), dict(backward.specs), []
+    for i in positions:
+        value = grads[i]
+        at = next((k for k, n in enumerate(nodes) if n.op == "linear_wgrad" and n.output("dweight") == value), None)
+        if value is None or at is None or backward.consumers(value) or sum(g == value for g in grads) > 1:
+            continue
+        name = f"main_grad{i}"
+        spec = dataclasses.replace(specs[value], dtype="float32")
+        nodes[at] = dataclasses.replace(nodes[at], inputs=(*nodes[at].inputs, ("accumulate", name)))
+        inputs.append(name)
+        specs[name] = specs[value] = spec
+        done.append(i)
+    if not done:
+        return backward, grads, ()
+    return dataclasses.replace(backward, nodes=tuple(nodes), inputs=tuple(inputs), specs=specs), grads, tuple(done)

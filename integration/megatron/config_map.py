@@ -19,20 +19,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from layerplan.integration.megatron import compat
-from layerplan.integration.settings import settings
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Problem:
-    """One field, or fields that go together, and what is wrong: the value, the rule it breaks and what to do."""
-
-    field: str
-    value: Any
-    rule: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.field} = {_show(self.value)}: {self.rule}; {self.remedy}"
+from layerplan.integration.problems import Problem, show
 
 
 class ConfigError(ValueError):
@@ -56,14 +43,10 @@ class Refusal:
         # Compared with its type: 0 and False are different things to say, and a list has no hash.
         if any(type(value) is type(n) and value == n for n in self.neutral):
             return None
-        shown = " or ".join(_show(n) for n in self.neutral)
+        shown = " or ".join(show(n) for n in self.neutral)
         return Problem(
-            field, value, f"must be {shown}: {self.rule}", self.remedy or f"set {field} = {_show(self.neutral[0])}"
+            field, value, f"must be {shown}: {self.rule}", self.remedy or f"set {field} = {show(self.neutral[0])}"
         )
-
-
-def _show(value: Any) -> str:
-    return getattr(value, "__name__", None) or repr(value)
 
 
 HONOURED: dict[str, str] = {
@@ -77,14 +60,14 @@ HONOURED: dict[str, str] = {
     "fp16": "through params_dtype",
     "bf16": "through params_dtype",
     "params_dtype": "parameters; fp32, bf16, fp16",
-    "deterministic_mode": "with the setting LAYERPLAN_DETERMINISTIC, see _deterministic",
+    "deterministic_mode": "engines whose results may differ between runs decline",
     "gradient_accumulation_fusion": "weight gradients go into main_grad",
     "delay_wgrad_compute": "backward_dw of the linears",
     "hidden_size": "sizes",
-    "num_attention_heads": "sizes",
-    "num_query_groups": "sizes; grouped heads",
-    "kv_channels": "sizes",
-    "ffn_hidden_size": "sizes",
+    "num_attention_heads": "sizes, see _head_counts",
+    "num_query_groups": "sizes; grouped heads, see _head_counts",
+    "kv_channels": "sizes, see _head_counts",
+    "ffn_hidden_size": "sizes, see _ffn",
     "softmax_scale": "core attention",
     "softmax_type": "core attention: vanilla, off-by-one, learnable",
     "attention_dropout": "core attention",
@@ -103,13 +86,18 @@ HONOURED: dict[str, str] = {
     "activation_func_clamp_value": "activation: gated ones only",
     "bias_activation_fusion": "activation: gelu then uses tanh, as Megatron's fused one does",
     "recompute_granularity": "save policies of the plans; Megatron's checkpoint around a layer",
-    "recompute_modules": "save policies of the plans: layernorm, moe_act; the others are Megatron's",
+    "recompute_modules": "save policies of the plans: layernorm, moe_act of dense MLPs, mla_up_proj; core_attn of MLA, whose "
+    "plan keeps nothing that it would rebuild; the others are Megatron's",
     "multi_latent_attention": "block spec",
     "q_lora_rank": "sizes",
     "kv_lora_rank": "sizes",
     "qk_head_dim": "sizes",
-    "qk_pos_emb_head_dim": "sizes",
+    "qk_pos_emb_head_dim": "sizes, see _latent",
     "v_head_dim": "sizes",
+    "rope_type": "latent attention, see _latent; its tables come from Megatron's rope and yarn",
+    "rotary_interleaved": "Megatron's rotary embedding; see _latent",
+    "no_rope_freq": "Megatron's rotary embedding; see _latent",
+    "apply_rope_fusion": "latent attention: the planner chooses the kernel; elsewhere Megatron's rotary embedding",
     "num_layers": "block spec",
     "num_moe_experts": "block spec; experts are Megatron's SequentialMLP",
     "moe_layer_freq": "block spec",
@@ -221,8 +209,8 @@ _IRRELEVANT_GROUPS: dict[str, str] = {
         mup_output_mult""",
     "resolved by Megatron into init_method, softmax_scale and learning rates": """
         init_method_std use_mup mup_width_mult mup_base_hidden_size mup_base_head_dim mup_attn_scale_power""",
-    "Megatron's rotary embedding, in front of the core attention": """
-        rotary_interleaved no_rope_freq apply_rope_fusion fused_single_qkv_rope mrope_section rope_type
+    "Megatron's rotary embedding: in front of the core attention, or the tables that latent attention reads": """
+        fused_single_qkv_rope mrope_section
         rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow
         mscale mscale_all_dim""",
     "Megatron's attention module and transformer layer, around the slots": """
@@ -303,7 +291,7 @@ def _activation(config: Any) -> Iterable[Problem]:
     if not (func in (F.silu, F.gelu) if gated else plain):
         yield Problem(
             "activation_func, gated_linear_unit",
-            f"{_show(func)}, {gated}",
+            f"{show(func)}, {gated}",
             "must be silu or gelu with gated_linear_unit, gelu or squared_relu without",
             "choose one of these four pairs",
         )
@@ -361,13 +349,85 @@ def _attention_backend(config: Any) -> Iterable[Problem]:
         )
 
 
-def _deterministic(config: Any) -> Iterable[Problem]:
-    if config.deterministic_mode and not settings().deterministic:
+def _head_counts(config: Any) -> Iterable[Problem]:
+    heads, groups, tp = config.num_attention_heads, config.num_query_groups, config.tensor_model_parallel_size
+    latent = config.multi_latent_attention
+    counts = {"num_attention_heads": heads, "num_query_groups": groups, "tensor_model_parallel_size": tp}
+    if not latent:
+        counts["kv_channels"] = config.kv_channels
+    bad = {field: n for field, n in counts.items() if type(n) is not int or n < 1}
+    for field, n in bad.items():
+        yield Problem(field, n, "must be an integer of at least 1", f"set {field} to one")
+    if bad:
+        return
+    if heads % tp:
         yield Problem(
-            "deterministic_mode",
+            "num_attention_heads, tensor_model_parallel_size",
+            (heads, tp),
+            f"every tensor-parallel rank takes the same number of heads, and {heads} % {tp} = {heads % tp}",
+            f"set num_attention_heads to a multiple of {tp}, or tensor_model_parallel_size to a divisor of {heads}",
+        )
+    if latent and groups != heads:
+        yield Problem(
+            "num_query_groups, num_attention_heads",
+            (groups, heads),
+            "must be equal with multi_latent_attention, which has a key and a value for every head",
+            f"set num_query_groups = {heads}",
+        )
+    elif heads % groups:
+        yield Problem(
+            "num_attention_heads, num_query_groups",
+            (heads, groups),
+            f"every query group has the same number of heads, and {heads} % {groups} = {heads % groups}",
+            f"set num_attention_heads to a multiple of {groups}, or num_query_groups to a divisor of {heads}",
+        )
+    if not latent and groups % tp and tp % groups:
+        yield Problem(
+            "num_query_groups, tensor_model_parallel_size",
+            (groups, tp),
+            f"a rank takes whole query groups or a part of one: neither of {groups} and {tp} divides the other",
+            f"set num_query_groups to a multiple or a divisor of {tp}",
+        )
+
+
+def _ffn(config: Any) -> Iterable[Problem]:
+    # Megatron divides the two halves of a gated fc1 together: 2 * ffn may divide where each half does not.
+    ffn, tp = config.ffn_hidden_size, config.tensor_model_parallel_size
+    if type(tp) is int and tp > 0 and ffn % tp:
+        yield Problem(
+            "ffn_hidden_size, tensor_model_parallel_size",
+            (ffn, tp),
+            f"every tensor-parallel rank takes as many hidden units, and {ffn} % {tp} = {ffn % tp}",
+            f"set ffn_hidden_size to a multiple of {tp}",
+        )
+
+
+def _latent(config: Any) -> Iterable[Problem]:
+    if not config.multi_latent_attention:
+        return
+    if config.rope_type not in ("rope", "yarn"):
+        yield Problem("rope_type", config.rope_type, "must be 'rope' or 'yarn'", "set one of them")
+    if config.qk_pos_emb_head_dim % 2:
+        yield Problem(
+            "qk_pos_emb_head_dim",
+            config.qk_pos_emb_head_dim,
+            "must be even: the rotary embedding turns pairs",
+            f"set it to {config.qk_pos_emb_head_dim + 1}",
+        )
+    if config.no_rope_freq:
+        yield Problem(
+            "no_rope_freq",
+            config.no_rope_freq,
+            "must be None with multi_latent_attention: Megatron's turns keys and queries in every layer",
+            "set no_rope_freq = None",
+        )
+    if config.rotary_interleaved:
+        yield Problem(
+            "rotary_interleaved",
             True,
-            "engines whose results may differ between runs are not declined",
-            "set the environment variable LAYERPLAN_DETERMINISTIC=1 too",
+            "must be False with multi_latent_attention, whose rotary pairs are interleaved as they are: Megatron would "
+            "pair its half-split copy a second time, which is no rotation",
+            "set rotary_interleaved = False",
         )
 
 
@@ -396,15 +456,16 @@ def _guards(config: Any) -> Iterable[Problem]:
             yield Problem(fields, value, f"{compat.PATCHES[guard].why} ({compat.PATCHES[guard].where})", remedy)
 
     tp = config.tensor_model_parallel_size
-    if config.multi_latent_attention and tp > 1 and not config.sequence_parallel:
-        shown, other = f"True, {tp}, False", ", or set sequence_parallel = True"
-        fields = "multi_latent_attention, tensor_model_parallel_size, sequence_parallel"
-        yield from missing(fields, shown, "mla-rope-key-gradient", other)
-        if config.qk_layernorm:
-            yield from missing(f"{fields}, qk_layernorm", f"{shown}, True", "mla-qk-norm-gradient", other)
-    again = _recomputes(config) & {"moe_act", "mla_up_proj"}
-    if config.multi_latent_attention or config.num_moe_experts:  # elsewhere the norms are inside the linears
-        again |= _recomputes(config) & {"layernorm"}
+    if config.multi_latent_attention and tp > 1 and not config.sequence_parallel and config.qk_layernorm:
+        yield from missing(
+            "multi_latent_attention, tensor_model_parallel_size, sequence_parallel, qk_layernorm",
+            f"True, {tp}, False, True",
+            "mla-qk-norm-gradient",
+            ", or set sequence_parallel = True",
+        )
+    # what is left to Megatron: the norms that stand before MLA and experts, and the experts' activation
+    theirs = {"layernorm"} if config.multi_latent_attention or config.num_moe_experts else set()
+    again = _recomputes(config) & (theirs | ({"moe_act"} if config.num_moe_experts else set()))
     if again and importlib.util.find_spec("transformer_engine") is None:
         yield from missing("recompute_modules", str(sorted(again)), "checkpoint-fp8-flag", "")
 
@@ -414,9 +475,11 @@ RULES: tuple[Callable[[Any], Iterable[Problem]], ...] = (
     _activation,
     _softmax,
     _window,
+    _head_counts,
+    _ffn,
+    _latent,
     _context_parallel,
     _attention_backend,
-    _deterministic,
     _residual_norm,
     _guards,
 )
@@ -451,7 +514,7 @@ def _unknown(config: Any) -> Iterable[Problem]:
                 field.name,
                 value,
                 f"is not a field of megatron-core {compat.VERIFIED}.x: whether the layers must act upon it is unknown",
-                f"leave it at {_show(default)}, or install megatron-core {compat.VERIFIED}.x",
+                f"leave it at {show(default)}, or install megatron-core {compat.VERIFIED}.x",
             )
 
 

@@ -72,6 +72,20 @@ def recomputes(config: TransformerConfig, module: str) -> bool:
     return config.recompute_granularity == "selective" and module in (config.recompute_modules or ())
 
 
+def run_pre_hooks(*children: torch.nn.Module) -> None:
+    """DDP gathers parameters in these hooks; a plan reads the weights of children that it never calls."""
+    for child in children:
+        for hook in tuple(child._forward_pre_hooks.values()):
+            hook(child, ())
+
+
+def positions_in_segments(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The position [tokens] of every packed token in its own sequence; 0 for tokens behind the last one."""
+    index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    start = cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
+    return torch.where(index < cu_seqlens[-1], index - start, 0)
+
+
 class Norm(BaseNorm):
     """The norm slot. Returns a plain y, never a residual: Megatron frees both before it reads the residual when the norm
     is recomputed (transformer_layer.py of 0.19.2)."""
@@ -80,6 +94,7 @@ class Norm(BaseNorm):
         attrs = norm_attrs(config, eps)
         super().__init__(hidden_size, kind=attrs.op, eps=eps, zero_centered=attrs.zero_centered, dtype=config.params_dtype,
                          device=device_of(config))  # fmt: skip
+        self._deterministic = config.deterministic_mode
         for p in self.parameters():
             p.sequence_parallel = config.sequence_parallel  # summed over TP by finalize_model_grads
 
@@ -94,6 +109,7 @@ class _Linear(PlannedModule):
     """What the linear slots share. Megatron's own classes own parameters and checkpoints; this runs the plan."""
 
     def _prepare(self) -> None:
+        self._deterministic = self.config.deterministic_mode
         self._sinks: dict[tuple[int, ...], WeightGrads] = {}
         self._post_wgrad_hooks: list[Any] = []
         if getattr(self.config, "delay_wgrad_compute", False):
@@ -107,23 +123,28 @@ class _Linear(PlannedModule):
         size = get_pg_size(self.tp_group)
         return TensorParallel(size, size > 1 and bool(self.sequence_parallel))
 
-    def sink_for(self, params: dict[int, torch.nn.Parameter]) -> WeightGrads:
+    def sink_for(self, params: dict[int, torch.nn.Parameter]) -> WeightGrads | None:
+        """Where the weight gradients go; None where they are returned like any other."""
+        fuse, defer = bool(self.config.gradient_accumulation_fusion), bool(getattr(self.config, "delay_wgrad_compute", False))
+        if not (fuse or defer):
+            return None
         key = tuple(id(p) for p in params.values())
         sink = self._sinks.get(key)
         if sink is None:
-            sink = self._sinks[key] = WeightGrads(params, fuse=bool(self.config.gradient_accumulation_fusion),
-                                                  defer=bool(getattr(self.config, "delay_wgrad_compute", False)))  # fmt: skip
+            sink = self._sinks[key] = WeightGrads(params, fuse=fuse, defer=defer)
         return sink
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
         self._post_wgrad_hooks.append(hook)
 
-    def backward_dw(self) -> None:
-        """The deferred weight gradients of one micro-batch, then the hooks that reduce them."""
+    def backward_dw(self, *others: _Linear) -> None:
+        """The deferred weight gradients of one micro-batch, then the hooks that reduce them. ``others`` are linears whose
+        weights are in one plan with this one's, which holds the sink of all of them."""
         done = [sink.run_deferred() for sink in self._sinks.values()]
         if any(done):
-            for hook in self._post_wgrad_hooks:
-                hook()
+            for linear in (self, *others):
+                for hook in linear._post_wgrad_hooks:
+                    hook()
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in super().__getstate__().items() if k != "_sinks"} | {"_sinks": {}}
@@ -274,6 +295,7 @@ class CoreAttention(PlannedModule, MegatronModule):
                  attention_dropout: float | None = None, softmax_scale: float | None = None, k_channels: int | None = None,
                  v_channels: int | None = None, cp_comm_type: str | None = None, pg_collection: Any = None, **_: Any) -> None:  # fmt: skip
         super().__init__(config=config)
+        self._deterministic = config.deterministic_mode
         if config.context_parallel_size > 1:
             raise ValueError(f"context_parallel_size = {config.context_parallel_size}: must be 1 with this core attention; "
                              "pass a fallback provider for context parallelism")  # fmt: skip
@@ -313,25 +335,35 @@ class CoreAttention(PlannedModule, MegatronModule):
         if attention_bias is not None:
             raise ValueError("attention_bias: must be None; this core attention adds no bias to the logits")
         kind = attn_mask_type if attn_mask_type is not None else self.attn_mask_type
+        optional, attrs = self.arguments(query.device, attention_mask, kind, packed_seq_params)
+        if kind == AttnMaskType.no_mask and self.window != (None, None) and query.shape[0] == 1 and attrs["layout"] != "thd":
+            attrs["causal"] = True  # decoding one token: the window ends at it
         inputs = {"q": query, "k": key, "v": value}
+        if attrs["layout"] == "thd":
+            inputs = {n: t.squeeze(1) if t.dim() == 4 else t for n, t in inputs.items()}  # [t, 1, heads, d]
+        inputs |= optional
+        names = tuple(inputs)
+        out = self.planned((names, tuple(sorted(attrs.items()))), names, attention_graph(names, attrs))(*inputs.values())
+        return out.reshape(*out.shape[:-2], -1)
+
+    def arguments(self, device: torch.device, attention_mask: torch.Tensor | None, kind: AttnMaskType,
+                  packed: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:  # fmt: skip
+        """The optional ports of an sdpa node with their tensors, and its attributes. Draws the seed of the dropout."""
+        inputs: dict[str, torch.Tensor] = {}
         attrs: dict[str, Any] = {"scale": self.softmax_scale, "window": self.window, "layout": "sbhd"}
         attrs["causal"] = kind in (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
-        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
-            self._pack(packed_seq_params, inputs, attrs)
+        if packed is not None and packed.qkv_format == "thd":
+            self._pack(packed, inputs, attrs)
         elif kind in (AttnMaskType.padding, AttnMaskType.padding_causal, AttnMaskType.arbitrary) and attention_mask is not None:
             inputs["mask"] = attention_mask
-        elif kind == AttnMaskType.no_mask and self.window != (None, None) and query.shape[0] == 1:
-            attrs["causal"] = True  # decoding one token: the window ends at it
         if self.softmax_offset is not None:
             inputs["sink"] = self.softmax_offset
         if self.training and self.dropout > 0:
             with get_cuda_rng_tracker().fork():  # different on every tensor-parallel rank, the same in recompute
-                rng = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=query.device)
+                rng = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
             attrs["dropout"] = self.dropout
             inputs["seed"], inputs["offset"] = rng[:1], rng[1:]
-        names = tuple(inputs)
-        out = self.planned((names, tuple(sorted(attrs.items()))), names, attention_graph(names, attrs))(*inputs.values())
-        return out.reshape(*out.shape[:-2], -1)
+        return inputs, attrs
 
     def _pack(self, packed: Any, inputs: dict[str, torch.Tensor], attrs: dict[str, Any]) -> None:
         for side, name in (("q", "q"), ("k", "kv")):
@@ -341,9 +373,6 @@ class CoreAttention(PlannedModule, MegatronModule):
             inputs[f"cu_seqlens_{side}"] = real if padded is None else padded
             longest = getattr(packed, f"max_seqlen_{name}")
             attrs[f"max_seqlen_{side}"] = bucket(int(longest)) if longest else None
-        for n in ("q", "k", "v"):
-            if inputs[n].dim() == 4:  # [t, 1, heads, d]
-                inputs[n] = inputs[n].squeeze(1)
         attrs["layout"] = "thd"
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
@@ -358,7 +387,7 @@ class MLP(PlannedModule, megatron_mlp.MLP):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._plan_name = kwargs.get("name") or ""
+        self._plan_name, self._deterministic = kwargs.get("name") or "", config.deterministic_mode
         self._activation = activation_of(config)
         for name, kind in (("linear_fc1", ColumnParallelLinear), ("linear_fc2", RowParallelLinear)):
             if not isinstance(getattr(self, name), kind):
@@ -369,9 +398,7 @@ class MLP(PlannedModule, megatron_mlp.MLP):
     def forward(self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any):
         """hidden_states [s(/tp), b, h] -> (output [s(/tp), b, h], bias of fc2 or None). ``per_token_scale`` [tokens]."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        for child in (fc1, fc2):  # DDP gathers parameters in these hooks; the plan reads the weights without calling the child
-            for hook in tuple(child._forward_pre_hooks.values()):
-                hook(child, ())
+        run_pre_hooks(fc1, fc2)
         tp, norm = fc1._parallel(), fc1._norm
         norm_bias = getattr(fc1, "layer_norm_bias", None)
         names, build = mlp_graph(tp, self._activation, bias=fc1.bias is not None, row_weight=per_token_scale is not None,
@@ -389,6 +416,4 @@ class MLP(PlannedModule, megatron_mlp.MLP):
         return output, bias
 
     def backward_dw(self) -> None:
-        self.linear_fc1.backward_dw()
-        for hook in self.linear_fc2._post_wgrad_hooks:
-            hook()
+        self.linear_fc1.backward_dw(self.linear_fc2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..engines.contract import Region
 from ..engines.manifest import MANIFEST, Entry
@@ -25,11 +25,10 @@ def entries_for(op: str) -> list[Entry]:
     return [e for e in MANIFEST if op in e.ops or e.ops == ("*",)]
 
 
-def grow(graph: Graph, seed: Node, free: set[int], ops: frozenset[str], limit: int = 16) -> list[Node]:
-    """The largest connected convex set of free nodes around ``seed`` whose ops are all in ``ops``, in graph order.
-
-    Convex: no path between two members leaves the set; otherwise the regions could not be put in an order.
-    """
+def grow(graph: Graph, seed: Node, free: set[int], ops: frozenset[str], limit: int = 16,
+         regions: Sequence[set[int]] = ()) -> list[Node]:  # fmt: skip
+    """The largest connected set of free nodes around ``seed`` whose ops are all in ``ops``, convex beside ``regions``
+    (the node ids of regions that are there already), in graph order."""
     producers = {v: n for n in graph.nodes for _, v in n.outputs}
     order = {id(n): i for i, n in enumerate(graph.nodes)}
     chosen: dict[int, Node] = {id(seed): seed}
@@ -47,27 +46,67 @@ def grow(graph: Graph, seed: Node, free: set[int], ops: frozenset[str], limit: i
         grown = False
         for node in list(neighbours()):
             trial = {**chosen, id(node): node}
-            if _convex(graph, set(trial)):
+            if convex(graph, set(trial), regions):
                 chosen, grown = trial, True
                 break
     return sorted(chosen.values(), key=lambda n: order[id(n)])
 
 
-def _convex(graph: Graph, ids: set[int]) -> bool:
-    tainted: set[str] = set()  # values that depend on the set through a node outside of it
-    inside: set[str] = set()
-    for node in graph.nodes:
-        reads = [v for _, v in node.inputs]
-        if id(node) in ids:
-            if any(v in tainted for v in reads):
-                return False
-            inside.update(v for _, v in node.outputs)
-        elif any(v in inside or v in tainted for v in reads):
-            tainted.update(v for _, v in node.outputs)
-    return True
+def convex(graph: Graph, ids: set[int], regions: Sequence[set[int]] = ()) -> bool:
+    """Whether no path between two members leaves the set; otherwise the regions could not be put in an order. The nodes
+    of one of ``regions`` run together: a path that enters it leaves it anywhere."""
+    together = {i: members for members in regions for i in members}
+    producers = {v: id(n) for n in graph.nodes for _, v in n.outputs}
+    later: set[int] = set()  # nodes outside of the set that depend on it
+    grown = True
+    while grown:
+        grown = False
+        for node in graph.nodes:
+            if id(node) in ids or id(node) in later:
+                continue
+            if any((made := producers.get(v)) in ids or made in later for _, v in node.inputs):
+                later |= together.get(id(node), {id(node)})
+                grown = bool(regions)  # without regions the order of the nodes makes one pass enough
+    return not any(producers.get(v) in later for n in graph.nodes if id(n) in ids for _, v in n.inputs)
 
 
-def chain(graph: Graph, seed: Node, pattern: tuple[str, ...], free: set[int]) -> list[Node] | None:
+def find(graph: Graph, seed: Node, ops: tuple[str, ...], edges: Sequence[tuple[int, str, int, str]],
+         free: set[int]) -> Iterator[list[Node]]:  # fmt: skip
+    """Lists of free nodes in graph order that begin with ``seed`` and have these ops and these values between them (as
+    ``Region.edges`` gives them). Values that cross the border are not looked at."""
+    order = {id(n): i for i, n in enumerate(graph.nodes)}
+    producers = {v: n for n in graph.nodes for _, v in n.outputs}
+
+    def fits(found: dict[int, Node]) -> bool:
+        inside = [e for e in edges if e[0] in found and e[2] in found]
+        return all(found[b].input(q) == found[a].output(p) is not None for a, p, b, q in inside)
+
+    def extend(found: dict[int, Node]) -> Iterator[list[Node]]:
+        if len(found) == len(ops):
+            places = [order[id(found[i])] for i in range(len(ops))]
+            if places == sorted(places):
+                yield [found[i] for i in range(len(ops))]
+            return
+        edge = next((e for e in edges if (e[0] in found) != (e[2] in found)), None)
+        if edge is None:
+            return
+        a, p, b, q = edge
+        if a in found:
+            index, choices = b, graph.consumers(found[a].output(p))
+        else:
+            index, choices = a, [producers.get(found[b].input(q))]
+        for node in choices:
+            if node is None or id(node) not in free or node.op != ops[index] or any(node is n for n in found.values()):
+                continue
+            if fits(trial := {**found, index: node}):
+                yield from extend(trial)
+
+    if seed.op == ops[0] and id(seed) in free:
+        yield from extend({0: seed})
+
+
+def chain(graph: Graph, seed: Node, pattern: tuple[str, ...], free: set[int],
+          regions: Sequence[set[int]] = ()) -> list[Node] | None:  # fmt: skip
     """Nodes that match ``pattern`` from ``seed`` along producer-consumer edges, None where they do not."""
     if seed.op != pattern[0]:
         return None
@@ -78,4 +117,4 @@ def chain(graph: Graph, seed: Node, pattern: tuple[str, ...], free: set[int]) ->
         if step is None:
             return None
         nodes.append(step)
-    return nodes if _convex(graph, {id(n) for n in nodes}) else None
+    return nodes if convex(graph, {id(n) for n in nodes}, regions) else None

@@ -1,54 +1,148 @@
-"""Plan files: JSON that pins the engine of every region by its signature, and says what made it."""
+"""Plan files: JSON that pins engine and knobs of every region, per arch, region signature and shape class.
+
+    {"format": 2, "pins": {"sm_90": {"<signature>@<sizes of the token dims>": {
+        "ops": ["bias_dropout_add", "rms_norm"], "edges": [[0, "y", 1, "x"]],
+        "engine": "pointwise/inductor", "knobs": {}}}}}
+
+``edges`` are the values that nodes of the region pass to each other: with them the planner finds the region again in a
+graph that it would group in another way. Reading a file imports neither torch nor an engine.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..engines.arch import ARCHS
 from ..engines.manifest import BY_ID
-from .planner import Plan
 
-FORMAT = 1
+if TYPE_CHECKING:
+    from .planner import Plan
+
+FORMAT = 2
 
 
 class PlanFileError(ValueError):
-    """A plan file that cannot be read or whose pins no longer fit."""
+    """A plan file that cannot be read; names the file, the pin and the rule."""
 
 
-def to_json(plans: Iterable[Plan]) -> dict[str, Any]:
-    pins: dict[str, dict[str, Any]] = {}
-    archs = set()
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pin:
+    """What one region ran on. ``edges``: (producing node's index, its port, reading node's index, its port)."""
+
+    engine: str
+    ops: tuple[str, ...]
+    edges: tuple[tuple[int, str, int, str], ...] = ()
+    knobs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Pins:
+    """The content of a plan file as a value that can be a key. ``rows`` are (arch, region key, pin), sorted.
+
+    ``source`` and ``remedy`` are what messages say of it: whose pins they are, and what to do where one no longer fits.
+    """
+
+    rows: tuple[tuple[str, str, Pin], ...] = ()
+    source: str = "the plan file"
+    remedy: str = "write the plan file anew, or plan without it"
+
+    @functools.cached_property
+    def _by_arch(self) -> dict[str, dict[str, Pin]]:
+        found: dict[str, dict[str, Pin]] = {}
+        for arch, key, pin in self.rows:
+            found.setdefault(arch, {})[key] = pin
+        return found
+
+    def archs(self) -> tuple[str, ...]:
+        return tuple(self._by_arch)
+
+    def of_arch(self, arch: str) -> Mapping[str, Pin]:
+        """Region key -> pin for one arch; empty where the file was written for others."""
+        return self._by_arch.get(arch, {})
+
+    def to_json(self) -> dict[str, Any]:
+        pins = {
+            arch: {
+                key: {"ops": list(p.ops), "edges": [list(e) for e in p.edges], "engine": p.engine, "knobs": dict(p.knobs)}
+                for key, p in rows.items()
+            }
+            for arch, rows in self._by_arch.items()
+        }
+        return {"format": FORMAT, "pins": pins}
+
+
+def pins_of(plans: Iterable[Plan]) -> Pins:
+    """Pins of the regions of ``plans``. Plans whose policy leaves no choice (references only, a forced engine) are left
+    out, and so are regions that two modules run on different engines under different policies: those follow from the
+    policies."""
+    found: dict[tuple[str, str], set[Pin]] = {}
     for p in plans:
-        archs.add(p.arch.name)
+        if not p.policy.chooses:
+            continue
         for part in (p.forward, p.backward):
             for r in part.regions if part else ():
                 if r.engine != "runner":
-                    pins[r.region.graph.signature()] = {"engine": r.engine, "ops": list(r.ops), "knobs": dict(r.offer.knobs)}
-    return {"format": FORMAT, "archs": sorted(archs), "pins": dict(sorted(pins.items()))}
+                    pin = Pin(r.engine, r.ops, r.region.edges(), r.offer.knobs)
+                    found.setdefault((p.arch.name, r.region.key()), set()).add(pin)
+    return Pins(tuple(sorted((arch, key, *pins) for (arch, key), pins in found.items() if len(pins) == 1)))
 
 
-def save(path: Path, plans: Iterable[Plan]) -> None:
+def merged(parts: Iterable[Pins]) -> Pins:
+    """Pins of several ranks as one. They agree where they name the same region: planning is the same on every rank."""
+    rows = {(arch, key): pin for part in parts for arch, key, pin in part.rows}
+    return Pins(tuple((arch, key, rows[arch, key]) for arch, key in sorted(rows)))
+
+
+def save(path: Path, pins: Pins) -> None:
     """Write atomically: a reader sees the old file or the new one."""
-    temporary = path.with_suffix(f"{path.suffix}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(to_json(plans), indent=1) + "\n")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(pins.to_json(), indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
-def load(path: Path) -> dict[str, str]:
-    """Region signature -> engine id, for ``plan(pins=...)``. Raises PlanFileError naming the file and what is wrong."""
+def load(path: Path, *, source: str | None = None, remedy: str | None = None) -> Pins:
+    """The pins of a plan file. Raises PlanFileError naming the file and what is wrong with it."""
+    name = source or f"plan file {path}"
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PlanFileError(f"{name}: no such file") from None
     except (OSError, ValueError) as error:
-        raise PlanFileError(f"plan file {path}: cannot be read ({error}); write it again with layerplan plan --save") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("pins"), dict):
-        raise PlanFileError(f"plan file {path}: format must be {FORMAT} with an object of pins; write it again")
-    pins = {}
-    for signature, pin in data["pins"].items():
-        engine = pin.get("engine") if isinstance(pin, dict) else None
-        if engine not in BY_ID:
-            raise PlanFileError(f"plan file {path}: pin {signature}: engine {engine!r} is not in the manifest: {', '.join(BY_ID)}")
-        pins[signature] = engine
-    return pins
+        raise PlanFileError(f"{name}: cannot be read ({error})") from None
+    archs = data.get("pins") if isinstance(data, dict) and data.get("format") == FORMAT else None
+    if not isinstance(archs, dict) or not all(isinstance(rows, dict) for rows in archs.values()):
+        raise PlanFileError(f"{name}: must be an object of format {FORMAT} with pins per arch")
+    unknown = sorted(set(archs) - set(ARCHS))
+    if unknown:
+        raise PlanFileError(f"{name}: arch {unknown[0]!r} is not one of {', '.join(ARCHS)}")
+    rows = [(arch, key, _pin(f"{name}: pin {key}", row)) for arch, pins in archs.items() for key, row in pins.items()]
+    return Pins(tuple(sorted(rows)), name, remedy or Pins.remedy)
+
+
+def _pin(where: str, row: Any) -> Pin:
+    fields = {"ops": list, "edges": list, "engine": str, "knobs": dict}
+    if not isinstance(row, dict) or {k: type(v) for k, v in row.items()} != fields:
+        raise PlanFileError(f"{where}: must hold ops, edges, engine and knobs, it is {row!r}")
+    if row["engine"] not in BY_ID:
+        raise PlanFileError(f"{where}: engine {row['engine']!r} is not in the manifest: {', '.join(BY_ID)}")
+    ops, edges = row["ops"], row["edges"]
+    if not ops or not all(isinstance(op, str) for op in ops):
+        raise PlanFileError(f"{where}: ops must be names, at least one, they are {ops!r}")
+    for edge in edges:
+        typed = isinstance(edge, list) and [type(e) for e in edge] == [int, str, int, str]
+        if not (typed and 0 <= edge[0] < edge[2] < len(ops)):
+            raise PlanFileError(f"{where}: edge {edge!r} must be [producer, port, reader, port], "
+                                f"producer < reader < {len(ops)}")  # fmt: skip
+    knobs = tuple((k, _value(v)) for k, v in row["knobs"].items())
+    return Pin(row["engine"], tuple(ops), tuple(tuple(e) for e in edges), knobs)
+
+
+def _value(value: Any) -> Any:
+    """A knob's value as the engine gave it: JSON has lists where there were tuples."""
+    return tuple(_value(v) for v in value) if isinstance(value, list) else value

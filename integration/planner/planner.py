@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from ..engines.arch import Arch
 from ..engines.contract import Decline, Engine, Offer, Region
 from ..engines.manifest import BY_ID, Entry
-from ..graph.autodiff import Differentiated, differentiate
+from ..graph.autodiff import Differentiated, accumulate_weight_grads, differentiate
 from ..graph.ir import Graph, Node
 from ..graph.ops.table import op_table
 from ..graph.verify import verify
-from .cover import chain, entries_for, grow, region_of
+from .cover import chain, convex, entries_for, find, grow, region_of
+from .plan_file import Pin, Pins
 from .policy import Policy
+from .text import aligned
 
 
 class PlanError(RuntimeError):
-    """No engine may run a region under the policy in force; the message holds every candidate's reason."""
+    """No engine may run a region under the policy in force, or a plan file's pin no longer fits; the message holds
+    every reason and the remedy. ``candidates`` are the engines that were asked, each with its reason."""
+
+    def __init__(self, message: str, candidates: tuple[Candidate, ...] = ()) -> None:
+        super().__init__(message)
+        self.candidates = candidates
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """One engine's answer for one region. ``seconds`` is predicted; ``reason`` says why it was not chosen."""
+    """One engine's answer for one region. ``seconds`` is predicted; ``reason`` says why it was chosen, or why not."""
 
     engine: str
     seconds: float | None
@@ -65,6 +73,15 @@ class Plan:
     forward: GraphPlan
     backward: GraphPlan | None
 
+    def __str__(self) -> str:
+        """One line per region: pass, ops, engine, predicted time and why; then every other candidate with its reason."""
+        rows = [("pass", "ops", "engine", "predicted us", "why")]
+        for c in self.choices():
+            first, *others = c["candidates"] or [{"reason": "a collective: issued by the runner"}]
+            rows.append((c["pass"], "+".join(c["ops"]), c["engine"], f"{c['predicted_us']:.1f}", first["reason"]))
+            rows += [("", "", f"not {o['engine']}", "" if o["seconds"] is None else f"{o['seconds'] * 1e6:.1f}", o["reason"]) for o in others]
+        return "\n".join([f"plan {self.signature} on {self.arch.name}, policy {self.policy.mode}", *aligned(rows)])
+
     def choices(self) -> list[dict]:
         """JSON-able: per region its pass, ops, engine, knobs, predicted microseconds and all other candidates."""
         rows = []
@@ -86,14 +103,18 @@ def plan(
     needs_grad: tuple[bool, ...] | None = None,
     grad_outputs: tuple[int, ...] | None = None,
     recompute: frozenset[str] = frozenset(),
-    pins: dict | None = None,
+    accumulate: tuple[int, ...] = (),
+    pins: Pins | None = None,
 ) -> Plan:
     """Plan a graph for ``arch``.
 
     ``needs_grad`` has one flag per input (None: no gradient). The forward saves what a backward from any output reads;
     the planned backward starts from ``grad_outputs`` (default: ``primary_outputs``). ``recompute`` is the save policy;
-    ``pins`` maps region signatures to engine ids (a plan file's content).
-    Raises PlanError where the policy leaves a region without an engine, GraphError for a malformed graph.
+    the gradients of the inputs at ``accumulate`` are added to float32 buffers where they are one product;
+    ``pins`` (a plan file's content) name engine and knobs of regions: those are taken first, as they are, whatever
+    ranking and a longer region would say. Pins of another arch do not apply, nor do pins under a policy that leaves no choice.
+    Raises PlanError where the policy leaves a region without an engine or a pinned engine declines, GraphError for a
+    malformed graph.
     """
     policy = policy or Policy.of(None)
     verify(graph)
@@ -102,9 +123,10 @@ def plan(
     derived = differentiate(graph, needs_grad, None, recompute)
     verify(derived.forward)
     starts = tuple(i for i in grad_outputs or primary_outputs(graph) if i in derived.grad_outputs)
-    backward = derived.backward
+    part = derived
     if starts and starts != derived.grad_outputs:
-        backward = differentiate(graph, needs_grad, starts, recompute).backward
+        part = differentiate(graph, needs_grad, starts, recompute)
+    backward, _, _ = accumulate_weight_grads(part.backward, part.grads, accumulate)
     verify(backward)
     return Plan(graph.signature(), arch, policy, derived, _cover(derived.forward, arch, policy, pins),
                 _cover(backward, arch, policy, pins))  # fmt: skip
@@ -126,16 +148,52 @@ def primary_outputs(graph: Graph) -> tuple[int, ...]:
     return tuple(primary)
 
 
-def _cover(graph: Graph, arch: Arch, policy: Policy, pins: dict | None) -> GraphPlan:
+def _cover(graph: Graph, arch: Arch, policy: Policy, pins: Pins | None) -> GraphPlan:
     free = {id(n) for n in graph.nodes}
     chosen: list[PlannedRegion] = []
-    for node in graph.nodes:
-        if id(node) not in free:
-            continue
-        planned = _best_region(graph, node, free, arch, policy, pins)
-        free -= {id(n) for n in planned.region.nodes}
-        chosen.append(planned)
+    regions: list[set[int]] = []  # of several nodes: what later ones must be convex beside
+
+    def cover(choose: Callable[[Node], PlannedRegion | None]) -> None:
+        for node in graph.nodes:
+            if id(node) in free and (planned := choose(node)) is not None:
+                ids = {id(n) for n in planned.region.nodes}
+                free.difference_update(ids)
+                chosen.append(planned)
+                if len(ids) > 1:
+                    regions.append(ids)
+
+    if pins is not None and policy.chooses and pins.of_arch(arch.name):
+        cover(lambda node: _pinned_region(graph, node, free, regions, arch, policy, pins))
+    cover(lambda node: _best_region(graph, node, free, regions, arch, policy))
     return GraphPlan(graph, _in_order(graph, chosen))
+
+
+def _pinned_region(graph: Graph, node: Node, free: set[int], regions: list[set[int]], arch: Arch, policy: Policy,
+                   pins: Pins) -> PlannedRegion | None:  # fmt: skip
+    """The longest pinned region that begins at ``node``, None where there is none."""
+    rows = pins.of_arch(arch.name)
+    shapes = sorted({(p.ops, p.edges) for p in rows.values() if p.ops[0] == node.op}, key=lambda s: (-len(s[0]), s))
+    for ops, edges in shapes:
+        for nodes in find(graph, node, ops, edges, free):
+            region = region_of(graph, nodes)
+            pin = rows.get(region.key())
+            if pin is not None and pin.ops == ops and (len(ops) == 1 or convex(graph, {id(n) for n in nodes}, regions)):
+                return _obey(pin, region, arch, policy, pins)
+    return None
+
+
+def _obey(pin: Pin, region: Region, arch: Arch, policy: Policy, pins: Pins) -> PlannedRegion:
+    entry = BY_ID[pin.engine]
+    answer = _ask(entry, region, arch, policy, pin.knobs)
+    if isinstance(answer, Decline):
+        raise PlanError(f"{'+'.join(pin.ops)} on {arch.name} under policy {policy}: {pins.source} pins {pin.engine} "
+                        f"with knobs {dict(pin.knobs)}, which no longer fits: {pin.engine}: {answer.reason}; "
+                        f"{pins.remedy}")  # fmt: skip
+    ids = dict.fromkeys(e.id for op in pin.ops for e in entries_for(op) if e is not entry)
+    others = (Candidate(e, None, f"{pins.source} pins {entry.id}") for e in ids)
+    seconds = region.predicted_seconds(answer, arch)
+    winner = Candidate(entry.id, seconds, f"pinned by {pins.source}", True)
+    return PlannedRegion(region, entry.id, answer, (winner, *others), seconds)
 
 
 def _in_order(graph: Graph, regions: list[PlannedRegion]) -> tuple[PlannedRegion, ...]:
@@ -160,7 +218,8 @@ def _in_order(graph: Graph, regions: list[PlannedRegion]) -> tuple[PlannedRegion
     return tuple(regions[i] for i in order)
 
 
-def _best_region(graph: Graph, node: Node, free: set[int], arch: Arch, policy: Policy, pins) -> PlannedRegion:
+def _best_region(graph: Graph, node: Node, free: set[int], regions: list[set[int]], arch: Arch,
+                 policy: Policy) -> PlannedRegion:  # fmt: skip
     if op_table()[node.op].kind == "collective":
         region = region_of(graph, [node])
         return PlannedRegion(region, "runner", Offer(1.0), (), 0.0)
@@ -168,9 +227,9 @@ def _best_region(graph: Graph, node: Node, free: set[int], arch: Arch, policy: P
     rejected: list[Candidate] = []
     offers: list[tuple[int, float, Region, Entry, Offer]] = []
     for entry in entries_for(node.op):
-        for nodes in _shapes(graph, node, free, entry, arch):
+        for nodes in _shapes(graph, node, free, regions, entry, arch):
             region = region_of(graph, nodes)
-            answer = _ask(entry, region, arch, policy, pins)
+            answer = _ask(entry, region, arch, policy)
             if isinstance(answer, Decline):
                 if len(nodes) == 1:
                     rejected.append(Candidate(entry.id, None, answer.reason))
@@ -183,35 +242,44 @@ def _best_region(graph: Graph, node: Node, free: set[int], arch: Arch, policy: P
     if best is None:
         reasons = "\n".join(f"  {c.engine}: {c.reason}" for c in rejected)
         raise PlanError(f"{node.op} on {arch.name} under policy {policy}: no engine may run it\n{reasons}\n"
-                        "relax the policy, drop engine=, or install what the reasons name")  # fmt: skip
+                        "relax the policy, drop engine=, or install what the reasons name", tuple(rejected))  # fmt: skip
     size, seconds, region, entry, offer = best
     losers = [
         Candidate(e.id, s, f"covers {n} node(s), {s * 1e6:.1f} us predicted, against {size} and {seconds * 1e6:.1f} us")
         for n, s, _, e, _ in offers if e is not entry
     ]  # fmt: skip
-    winner = Candidate(entry.id, seconds, "chosen", True)
+    winner = Candidate(entry.id, seconds, _why(best, offers, policy), True)
     return PlannedRegion(region, entry.id, offer, (winner, *losers, *rejected), seconds)
 
 
-def _shapes(graph: Graph, node: Node, free: set[int], entry: Entry, arch: Arch):
+def _why(best: tuple, offers: list[tuple], policy: Policy) -> str:
+    """Why the best of the offers is the best."""
+    if not policy.chooses:
+        return "policy is reference" if policy.engine is None else f"engine={policy.engine!r} is forced"
+    if len(offers) == 1:
+        return "the only engine that offers"
+    return f"{'covers the most nodes' if best[0] > max(o[0] for o in offers if o is not best) else 'predicted fastest'} of {len(offers)} offers"
+
+
+def _shapes(graph: Graph, node: Node, free: set[int], regions: list[set[int]], entry: Entry, arch: Arch):
     """Node sets around ``node`` that an engine could take, largest first."""
-    if entry.is_reference or arch.name not in entry.archs or entry.missing_package():
+    if entry.is_reference or arch.name not in entry.archs or entry.unusable():
         yield [node]
         return
     engine: Engine = entry.load()
     if engine.fuses and arch.is_gpu:
-        nodes = grow(graph, node, free, frozenset(entry.ops))
+        nodes = grow(graph, node, free, frozenset(entry.ops), regions=regions)
         if len(nodes) > 1:
             yield nodes
     for pattern in sorted(engine.patterns, key=len, reverse=True):
-        nodes = chain(graph, node, pattern, free)
+        nodes = chain(graph, node, pattern, free, regions)
         if nodes and len(nodes) > 1:
             yield nodes
     yield [node]
 
 
-def _ask(entry: Entry, region: Region, arch: Arch, policy: Policy, pins) -> Offer | Decline:
-    """An entry's answer under the policy: the cheap, import-free refusals first."""
+def _ask(entry: Entry, region: Region, arch: Arch, policy: Policy, knobs: tuple | None = None) -> Offer | Decline:
+    """An entry's answer under the policy, with a pin's knobs if there is one: the cheap, import-free refusals first."""
     forced = BY_ID[policy.engine] if policy.engine is not None else None
     if forced and entry is not forced and (forced.is_reference or any(op in forced.ops for op in region.ops)):
         # a forced engine holds for every op that it names; what it has no code for runs as usual
@@ -220,14 +288,20 @@ def _ask(entry: Entry, region: Region, arch: Arch, policy: Policy, pins) -> Offe
         return Decline("policy is reference")
     if policy.mode == "strict" and entry.is_reference and policy.engine is None:
         return Decline("policy is strict: a reference is not allowed")
-    if pins and (pinned := pins.get(region.graph.signature())) is not None and pinned != entry.id:
-        return Decline(f"the plan file pins {pinned}")
     if arch.name not in entry.archs:
         return Decline(f"has no code for {arch.name}; it runs on {', '.join(entry.archs)}")
-    package = entry.missing_package()
-    if package:
-        return Decline(f"needs the package {package!r}, which is not installed")
-    answer = entry.load().match(region, arch)
+    unusable = entry.unusable()
+    if unusable:
+        return Decline(unusable)
+    engine: Engine = entry.load()
+    if knobs is None:
+        answer = engine.match(region, arch)
+    elif not entry.is_reference and any(op not in entry.ops for op in region.ops):
+        answer = Decline(f"has no code for {', '.join(op for op in region.ops if op not in entry.ops)}")
+    elif len(region.ops) > 1 and not engine.fuses and region.ops not in engine.patterns:
+        answer = Decline("takes no region of several nodes such as this")
+    else:
+        answer = engine.offer_with(region, arch, knobs)
     if isinstance(answer, Offer):
         if policy.deterministic and not answer.deterministic:
             return Decline("policy is deterministic: its results may differ between runs")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ..settings import settings
 
@@ -32,6 +33,11 @@ class Policy:
             if self.engine not in BY_ID:
                 raise ValueError(f"engine = {self.engine!r}: no such engine; the manifest has {', '.join(BY_ID)}")
 
+    @property
+    def chooses(self) -> bool:
+        """Whether engines compete under this policy; otherwise a plan file has nothing to pin."""
+        return self.mode != "reference" and self.engine is None
+
     @staticmethod
     def of(value: Policy | str | Mapping[str, str] | None) -> Policy:
         """A policy from a Policy, a mode, a mapping of module patterns, or None (what the environment says)."""
@@ -49,6 +55,22 @@ class Policy:
         """The policy with the mode that holds for a module."""
         mode = next((m for p, m in self.per_module if fnmatch.fnmatchcase(name, p)), self.mode)
         return dataclasses.replace(self, mode=mode, per_module=())
+
+    def unmatched(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+        """The patterns of ``per_module`` that hold for none of the modules ``names``: pattern -> (what is wrong, the remedy)."""
+        names, found = list(names), {}
+        taken: set[str] = set()
+        for pattern, _ in self.per_module:
+            mine = {n for n in names if fnmatch.fnmatchcase(n, pattern)}
+            if not mine:
+                endings = dict.fromkeys(f"*.{n.rpartition('.')[2]}" for n in names)
+                near = difflib.get_close_matches(pattern, [*endings, *names], 3, 0.6)
+                remedy = f"did you mean {' or '.join(near)}?" if near else f"modules end in {', '.join(e[2:] for e in endings)}"
+                found[pattern] = "matches no layerplan module of this model", remedy
+            elif mine <= taken:
+                found[pattern] = "every module that it matches is taken by an earlier pattern", "put it before the wider one or drop it"
+            taken |= mine
+        return found
 
 
 def default_policy() -> Policy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..engines.contract import BuildContext
 from ..engines.manifest import BY_ID
 from ..graph.ir import Graph
 from ..graph.ops.table import op_table
-from .planner import GraphPlan, PlannedRegion
+from .planner import GraphPlan, PlanError, PlannedRegion
 from .policy import Policy
 
 log = logging.getLogger("layerplan")
@@ -39,7 +39,12 @@ def compiled_launch(planned: PlannedRegion, arch: Arch) -> Any:
     launch = _compiled.get(key)
     if launch is None:
         engine = BY_ID[planned.engine].load()
-        launch = _compiled[key] = engine.build(BuildContext(planned.region, arch, planned.offer)).launch
+        try:
+            launch = _compiled[key] = engine.build(BuildContext(planned.region, arch, planned.offer)).launch
+        except ImportError as error:  # another engine instead would be slower without a word, and on this rank alone
+            raise PlanError(f"{'+'.join(planned.ops)}: {planned.engine} cannot be built here: {type(error).__name__}: {error}; reinstall "
+                            f"what it needs ({', '.join(BY_ID[planned.engine].needs)}; 'layerplan doctor' says more), uninstall it, or "
+                            "choose another engine or policy") from error  # fmt: skip
     return launch
 
 
@@ -163,11 +168,11 @@ class _Writer:
         self.lines.append(f"{self.name(target)} = c{i}({self.name(source)})")
         pending.add(target)
 
-    def function(self, header: list[str], tail: str, arguments: str):
-        source = "\n    ".join([f"def program({arguments}):", *header, *self.lines, tail])
-        code = compile(source, "<layerplan plan>", "exec")
-        exec(code, self.env)  # the text above is made of generated names alone
-        return self.env["program"], source
+    def function(self, arguments: str, header: list[str], tail: list[str]):
+        source = "\n    ".join([f"def program({arguments}):", *header, *self.lines, *tail])
+        env = dict(self.env)
+        exec(compile(source, "<layerplan plan>", "exec"), env)  # the text above is made of generated names alone
+        return env["program"]
 
 
 def _tuple(names: Iterable[str]) -> str:
@@ -175,20 +180,34 @@ def _tuple(names: Iterable[str]) -> str:
     return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
 
 
-def forward_program(part: GraphPlan, arch: Arch, num_outputs: int, saved: tuple[str, ...], groups: Mapping[str, Any]):
-    """``program(*inputs) -> (outputs, saved)``, both tuples."""
-    graph = part.graph
-    w = _Writer(graph, arch, groups)
-    inputs = [w.name(v) for v in graph.inputs]
-    outputs = graph.outputs[:num_outputs]
-    w.body(part.regions, set(outputs) | set(saved), set(graph.inputs))
-    tail = f"return {_tuple(w.name(v) for v in outputs)}, {_tuple(w.name(v) for v in saved)}"
-    return w.function([], tail, ", ".join(inputs))[0]
+def forward_programs(part: GraphPlan, arch: Arch, num_outputs: int, saved: tuple[str, ...], non_differentiable: tuple[int, ...],
+                     groups: Mapping[str, Any]):  # fmt: skip
+    """``plain(*inputs)`` -> the output, or a tuple of several; and ``recorded(ctx, sink, *inputs)``, which also saves what
+    the backward reads: the forward of an autograd Function."""
+    graph, outputs = part.graph, part.graph.outputs[:num_outputs]
+
+    def write(keep: tuple[str, ...]) -> tuple[_Writer, str, str]:
+        w = _Writer(graph, arch, groups)
+        inputs = ", ".join([w.name(v) for v in graph.inputs])
+        w.body(part.regions, set(keep), set(graph.inputs))
+        returned = w.name(outputs[0]) if num_outputs == 1 else _tuple(w.name(v) for v in outputs)
+        return w, inputs, f"return {returned}"
+
+    w, inputs, result = write(outputs)
+    plain = w.function(inputs, [], [result])
+    w, inputs, result = write((*outputs, *saved))
+    tail = [f"ctx.save_for_backward({', '.join(w.name(v) for v in saved)})", "ctx.sink = sink"]
+    if num_outputs > 1:
+        tail.append("ctx.set_materialize_grads(False)")
+    if non_differentiable:
+        tail.append(f"ctx.mark_non_differentiable({', '.join(w.name(outputs[i]) for i in non_differentiable)})")
+    return plain, w.function(f"ctx, sink, {inputs}", [], [*tail, result])
 
 
 class BackwardProgram:
     """``data(saved, grads, extra) -> (gradients, carry)`` and, where weight gradients are deferred,
-    ``weight(carry) -> deferred gradients``. ``deferred`` lists the positions that ``weight`` fills."""
+    ``weight(carry) -> deferred gradients``. ``deferred`` lists the positions that ``weight`` fills. ``direct(otherwise)``
+    makes the data stage the backward of an autograd Function."""
 
     def __init__(self, part: GraphPlan, arch: Arch, num_saved: int, num_grads: int, results: tuple[str | None, ...],
                  deferred: tuple[int, ...], groups: Mapping[str, Any]) -> None:  # fmt: skip
@@ -202,17 +221,13 @@ class BackwardProgram:
         # a deferred gradient that an early region already computes travels along
         carry += [results[i] for i in deferred if results[i] is not None and results[i] not in made_late and results[i] not in carry]
         w = _Writer(graph, arch, groups)
-        header = []
-        for label, values in (
-            ("saved", graph.inputs[:num_saved]),
-            ("grads", graph.inputs[num_saved : num_saved + num_grads]),
-            ("extra", graph.inputs[num_saved + num_grads :]),
-        ):
-            if values:
-                header.append(f"{_tuple(w.name(v) for v in values)} = {label}")
+        parts = (graph.inputs[:num_saved], graph.inputs[num_saved : num_saved + num_grads], graph.inputs[num_saved + num_grads :])
+        given = [_tuple(w.name(v) for v in values) if values else "_" for values in parts]
         w.body(early, {v for v in now if v} | set(carry), set(graph.inputs))
-        returned = _tuple("None" if v is None else w.name(v) for v in now)
-        self.data, self.source = w.function(header, f"return {returned}, {_tuple(w.name(v) for v in carry)}", "saved, grads, extra")
+        returned = ["None" if v is None else w.name(v) for v in now]
+        header = [f"{given[0]}, {given[1]}, {given[2]} = saved, grads, extra"]
+        self.data = w.function("saved, grads, extra", header, [f"return {_tuple(returned)}, {_tuple(w.name(v) for v in carry)}"])
+        self._data_stage = w, given, returned
         self.weight = None
         if deferred:
             w2 = _Writer(graph, arch, groups)
@@ -220,7 +235,16 @@ class BackwardProgram:
             outs = [results[i] for i in deferred]
             w2.body(late, {v for v in outs if v}, set(graph.inputs) | set(carry))
             tail = f"return {_tuple('None' if v is None else w2.name(v) for v in outs)}"
-            self.weight, _ = w2.function(header, tail, "carry")
+            self.weight = w2.function("carry", header, [tail])
+
+    def direct(self, otherwise: Callable[..., tuple]):
+        """``f(ctx, grad)`` for a graph of one output: unpacks what was saved, runs, returns. A call with a sink, or one
+        that would be recorded for a second backward, goes to ``otherwise``."""
+        w, (saved, grads, _), returned = self._data_stage
+        w.env |= {"_grad_enabled": torch.is_grad_enabled, "_otherwise": otherwise}
+        header = ["if ctx.sink is not None or _grad_enabled():", f"    return _otherwise(ctx, {grads[1:-2]})",
+                  f"{saved} = ctx.saved_tensors"]  # fmt: skip
+        return w.function(f"ctx, {grads[1:-2]}", header, [f"return None, {', '.join(returned)}"])
 
     @staticmethod
     def _late(part: GraphPlan, needed: set[str]) -> list[PlannedRegion]:

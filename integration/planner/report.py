@@ -5,30 +5,49 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from .policy import Policy
 from .runner import Runner
+from .text import aligned, folded, pattern
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One region of one module. ``share`` is the part of all predicted time (a prediction, not a measurement)."""
+    """One region of one module.
+
+    ``direction``: forward or backward (a backward that has not run yet is shown as planned). ``why``: why this engine runs;
+    ``declined``: every other candidate with its reason. ``policy``: what was in force for the module. ``predicted_us``:
+    microseconds by datasheet rates; ``share``: its part of all of them (a prediction, not a measurement).
+    """
 
     module: str
     kind: str
     direction: str
     ops: str
+    arch: str
     engine: str
-    predicted_us: float
-    share: float
+    policy: str
     why: str
+    declined: tuple[tuple[str, str], ...]
+    predicted_us: float
+    share: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
+    """``not_run``: layerplan modules that have not run yet. ``others``: (name, class) of the modules with parameters of their own
+    that layerplan does not run."""
+
     rows: tuple[Row, ...]
-    not_run: tuple[str, ...]  # layerplan modules that have not run yet
+    not_run: tuple[str, ...]
+    others: tuple[tuple[str, str], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Nested dicts and lists of plain values."""
+        return {
+            "rows": [{**dataclasses.asdict(r), "declined": [{"engine": e, "reason": why} for e, why in r.declined]} for r in self.rows],
+            "not_run": list(self.not_run),
+            "others": [{"module": name, "class": kind} for name, kind in self.others],
+        }
 
     def engines(self) -> dict[str, set[str]]:
         """Module name -> ids of the engines that it ran."""
@@ -38,38 +57,65 @@ class Report:
         return out
 
     def __str__(self) -> str:
-        head = ("module", "pass", "ops", "engine", "predicted us", "why")
-        lines = [(r.module, r.direction, r.ops, r.engine, f"{r.predicted_us:.1f}", r.why) for r in self.rows]
-        widths = [max(len(row[i]) for row in (head, *lines)) for i in range(5)]
-        text = ["  ".join(c.ljust(w) for c, w in zip(row, (*widths, 0), strict=True)).rstrip() for row in (head, *lines)]
-        text += [f"{m}: has not run yet" for m in self.not_run]
-        text.append("times are predictions from datasheet rates, not measurements")
-        return "\n".join(text)
+        """A table in which layers that run alike are one line, then every decline, then what does not run through layerplan."""
+        lines = aligned([("module", "pass", "ops", "engine", "predicted us", "share", "policy", "why"), *self._table()])
+        declines: dict[tuple[str, str, str], dict[str, None]] = {}
+        for r in self.rows:
+            for engine, reason in r.declined:
+                declines.setdefault((f"{r.ops} on {r.arch}", engine, reason), {})[r.module] = None
+        if declines:
+            lines += ["", "not chosen"]
+            lines += aligned((f"  {where}", engine, f"{reason} ({folded(modules)})") for (where, engine, reason), modules in declines.items())
+        lines += [f"{m}: has not run yet" for m in self.not_run]
+        if self.others:
+            kinds: dict[tuple[str, str], list[str]] = {}
+            for name, kind in self.others:
+                kinds.setdefault((pattern(name), kind), []).append(name)
+            lines += ["", "not run by layerplan: " + ", ".join(f"{folded(names)} ({kind})" for (_, kind), names in kinds.items())]
+        return "\n".join([*lines, "times are predictions from datasheet rates, not measurements"])
+
+    def _table(self) -> list[tuple[str, ...]]:
+        alike: dict[tuple[str, ...], list[Row]] = {}
+        for r in self.rows:
+            alike.setdefault((pattern(r.module), r.direction, r.ops, r.engine, f"{r.predicted_us:.1f}", r.policy, r.why), []).append(r)
+        return [
+            (folded(r.module for r in rows), direction, ops, engine, us, f"{sum(r.share for r in rows):.1%}", policy, why)
+            for (_, direction, ops, engine, us, policy, why), rows in alike.items()
+        ]
 
 
 def report(model) -> Report:
-    """Rows for every layerplan module of ``model`` (a torch.nn.Module) that has run at least once."""
+    """What every layerplan module of ``model`` (a torch.nn.Module) that has run at least once runs on, and why."""
     rows: list[Row] = []
     idle: list[str] = []
+    others: list[tuple[str, str]] = []
     for name, module in model.named_modules():
-        runners = getattr(module, "plan_runners", None)
-        if not callable(runners):
+        if not hasattr(module, "plan_runners"):
+            if next(module.parameters(recurse=False), None) is not None:
+                others.append((name, type(module).__name__))
             continue
-        found = [(d, r) for runner in runners() for d, r in _distinct(runner)]
+        if module.plan_runners is None:  # its parent's plan reads its parameters
+            continue
+        found = [row for runner in module.plan_runners() for row in _rows(name, type(module).__name__, runner)]
+        rows += dict.fromkeys(found)
         if not found:
             idle.append(name or type(module).__name__)
-        for direction, r in found:
-            losers = [f"{c.engine}: {c.reason}" for c in r.candidates if not c.chosen]
-            why = "issued by the runner" if r.engine == "runner" else "; ".join(losers) or "the only candidate"
-            rows.append(Row(name, type(module).__name__, direction, "+".join(r.ops), r.engine, r.seconds * 1e6, 0.0, why))
     total = sum(r.predicted_us for r in rows) or 1.0
-    return Report(tuple(dataclasses.replace(r, share=r.predicted_us / total) for r in rows), tuple(idle))
+    return Report(tuple(dataclasses.replace(r, share=r.predicted_us / total) for r in rows), tuple(idle), tuple(others))
 
 
-def _distinct(runner: Runner):
-    seen = set()
-    for direction, r in runner.regions():
-        key = (direction, r.ops, r.engine, r.candidates)
-        if key not in seen:
-            seen.add(key)
-            yield direction, r
+def _rows(module: str, kind: str, runner: Runner) -> list[Row]:
+    rows = []
+    for direction, arch, r in runner.regions():
+        if r.engine == "runner":
+            why, declined = "a collective: issued by the runner", ()
+        else:
+            why = r.candidates[0].reason
+            declined = tuple((c.engine, c.reason) for c in r.candidates[1:])
+        rows.append(Row(module, kind, direction, "+".join(r.ops), arch, r.engine, _named(runner.policy), why, declined, r.seconds * 1e6))
+    return rows
+
+
+def _named(policy: Policy) -> str:
+    more = [*(["deterministic"] if policy.deterministic else []), *([f"engine={policy.engine}"] if policy.engine else [])]
+    return ", ".join([policy.mode, *more])

@@ -14,21 +14,22 @@ from typing import Any
 import torch
 
 from ..engines.arch import Arch
-from ..graph.autodiff import differentiate
+from ..engines.manifest import BY_ID
+from ..graph.autodiff import accumulate_weight_grads, differentiate
 from ..graph.ir import Graph, GraphError
+from .plan_file import Pins
 from .planner import Plan, PlannedRegion, plan
 from .policy import Policy
-from .program import BackwardProgram, forward_program, warn_if_reference
+from .program import BackwardProgram, forward_programs, warn_if_reference
 
 _grad_enabled = torch.is_grad_enabled
 _plans: dict[tuple, Plan] = {}
 
 
-def cached_plan(graph: Graph, arch: Arch, policy: Policy, **options: Any) -> Plan:
-    """``planner.plan``, once per distinct graph, shape class and options."""
+def cached_plan(graph: Graph, arch: Arch, policy: Policy, *, pins: Pins | None = None, **options: Any) -> Plan:
+    """``planner.plan``, once per distinct graph, shape class, plan file and options."""
     hints = tuple(d.hint for d in graph.dims())
-    pins = options.pop("pins", None)
-    key = (graph.signature(), hints, arch.name, policy, tuple(sorted(options.items())), id(pins))
+    key = (graph.signature(), hints, arch.name, policy, tuple(sorted(options.items())), pins)
     found = _plans.get(key)
     own = found.forward.graph if found else None
     if own is None or own.inputs != graph.inputs or own.outputs[: len(graph.outputs)] != graph.outputs:
@@ -80,10 +81,13 @@ class WeightGrads:
 
 
 class Entry:
-    """A plan for one key, with its programs. Built once; ``forward`` and ``backward`` are the hot paths."""
+    """A plan for one key, with its programs. Built once. ``forward(*tensors)`` runs where nothing is recorded;
+    ``apply(sink, *tensors)`` is the entry's own autograd Function, whose backward is planned by its first run.
+    ``library(*tensors)``, where it is not None, is the same plan as one call that a library differentiates itself: then no
+    Python runs in backward."""
 
-    __slots__ = ("_backward", "_groups", "_owner", "_recompute", "arch", "differentiable", "fast", "forward", "graph", "needs",
-                 "non_differentiable", "num_outputs", "plan", "saved", "single")  # fmt: skip
+    __slots__ = ("_backward", "_function", "_owner", "_recompute", "apply", "arch", "differentiable", "forward", "graph", "library",
+                 "needs", "num_outputs", "plan", "plans", "saved", "single")  # fmt: skip
 
     def __init__(self, owner: Runner, graph: Graph, arch: Arch, needs: tuple[bool, ...]) -> None:
         self._owner, self.graph, self.arch, self.needs = owner, graph, arch, needs
@@ -91,18 +95,35 @@ class Entry:
         self.differentiable = any(needs)
         # a training module's first pass of full recompute runs under no_grad: it plans as if everything needed a gradient
         planned_for = needs if self.differentiable or not owner.training else tuple(graph.specs[v].is_float for v in graph.inputs)
-        self.plan = cached_plan(graph, arch, owner.policy, needs_grad=planned_for, recompute=owner.recompute)
+        self.plan = cached_plan(graph, arch, owner.policy, pins=owner.pins, needs_grad=planned_for, recompute=owner.recompute)
+        self.plans = [dataclasses.replace(self.plan, backward=None)]  # what runs; backwards are added when they are asked for
         self.num_outputs, self.single = len(graph.outputs), len(graph.outputs) == 1
         derived = self.plan.derived
         self.saved = derived.saved if derived and self.differentiable else ()
         for r in self.plan.forward.regions:
             if r.engine != "runner":
                 warn_if_reference(r, arch, owner.policy, owner.name)
-        self.forward = forward_program(self.plan.forward, arch, self.num_outputs, self.saved, owner.groups)
         active = set(derived.grad_outputs) if derived else set()
-        self.non_differentiable = tuple(i for i in range(self.num_outputs) if i not in active) if self.differentiable else ()
+        still = tuple(i for i in range(self.num_outputs) if i not in active) if self.differentiable else ()
+        self.forward, recorded = forward_programs(self.plan.forward, arch, self.num_outputs, self.saved, still, owner.groups)
         self._backward: dict[tuple, tuple] = {}
-        self.fast = None  # the backward of the usual case: one output, no sink; set by its first run
+        if self.differentiable:
+            self._function, self.apply = _function(owner.name or graph.nodes[0].op, recorded, self._run_backward)
+        self.library = self._library_call()
+
+    def _library_call(self) -> Callable[..., torch.Tensor] | None:
+        """One library call that is the whole plan: one region forward, and the same engine for all of its gradient."""
+        if not (self.differentiable and self.single) or self._recompute or len(self.plan.forward.regions) != 1:
+            return None
+        (own,) = self.plan.forward.regions
+        if own.region.graph.inputs != self.graph.inputs or any(r.engine != own.engine for r in self.plan.backward.regions):
+            return None
+        return BY_ID[own.engine].load().autograd(own.region, self.arch)
+
+    def _run_backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple:
+        if _grad_enabled():
+            raise RuntimeError("layerplan: double backward (create_graph=True) is not offered; its backward ops have no gradient")
+        return (None, *self.backward(ctx.sink, ctx.saved_tensors, grads))
 
     def backward(self, sink: WeightGrads | None, saved: tuple, grads: tuple) -> tuple:
         given = (True,) if self.single else tuple(g is not None for g in grads)
@@ -111,8 +132,8 @@ class Entry:
         variant = self._backward.get(key)
         if variant is None:
             variant = self._backward[key] = self._build_backward(given, fused, key[2])
-            if self.single and sink is None:
-                self.fast = variant[0].data
+            if self.single and sink is None:  # the usual case: from now on without this function
+                self._function._backward_cls.apply = variant[0].direct(self._run_backward)
         program, pick, fill, fused, picked_saved = variant
         if fill:
             grads, sizes = list(grads), self._sizes(saved, grads)
@@ -158,12 +179,14 @@ class Entry:
             else:  # reads something that was not saved: feed zeros to the whole backward instead
                 part = default
                 fill = tuple((i, self.graph.specs[self.graph.outputs[i]]) for i in default.grad_outputs if not given[i])
-        graph, results, fused = _accumulate(part.backward, part.grads, fused)
+        graph, results, fused = accumulate_weight_grads(part.backward, part.grads, fused)
         deferred = ()
         if defer:
             wgrads = {v for n in graph.nodes if n.op == "linear_wgrad" for _, v in n.outputs}
             deferred = tuple(i for i, v in enumerate(results) if v in wgrads)
-        planned = cached_plan(graph, self.arch, self._owner.policy).forward
+        made = cached_plan(graph, self.arch, self._owner.policy, pins=self._owner.pins)
+        self.plans.append(made)
+        planned = made.forward
         for r in planned.regions:
             if r.engine != "runner":
                 warn_if_reference(r, self.arch, self._owner.policy, self._owner.name)
@@ -182,52 +205,16 @@ class Entry:
         return sizes
 
 
-def _accumulate(graph: Graph, grads: tuple[str | None, ...], fused: tuple[int, ...]):
-    """Let the weight gradients at ``fused`` positions add into an extra input. A gradient that is not one product (a
-    weight used twice, a norm's gamma) is left as it is and returned as usual."""
-    nodes, inputs, specs, done = list(graph.nodes), list(graph.inputs), dict(graph.specs), []
-    for i in fused:
-        value = grads[i]
-        at = next((k for k, n in enumerate(nodes) if n.op == "linear_wgrad" and n.output("dweight") == value), None)
-        if at is None or graph.consumers(value) or sum(g == value for g in grads) > 1:
-            continue
-        name = f"main_grad{i}"
-        spec = dataclasses.replace(specs[value], dtype="float32")
-        nodes[at] = dataclasses.replace(nodes[at], inputs=(*nodes[at].inputs, ("accumulate", name)))
-        inputs.append(name)
-        specs[name] = specs[value] = spec
-        done.append(i)
-    if not done:
-        return graph, grads, ()
-    return dataclasses.replace(graph, nodes=tuple(nodes), inputs=tuple(inputs), specs=specs), grads, tuple(done)
+def _function(name: str, forward: Callable[..., Any], backward: Callable[..., tuple]):
+    """An autograd Function of these two, and its ``apply``.
 
-
-class _PlanFunction(torch.autograd.Function):
-    # old style: setup_context costs 14 us more a call
-    @staticmethod
-    def forward(ctx, entry: Entry, sink: WeightGrads | None, *tensors: torch.Tensor):
-        outputs, saved = entry.forward(*tensors)
-        ctx.save_for_backward(*saved)
-        ctx.entry, ctx.sink = entry, sink
-        if entry.single:
-            return outputs[0]
-        ctx.set_materialize_grads(False)
-        if entry.non_differentiable:
-            ctx.mark_non_differentiable(*(outputs[i] for i in entry.non_differentiable))
-        return outputs
-
-    @staticmethod
-    def backward(ctx, *grads):
-        entry, sink = ctx.entry, ctx.sink
-        if sink is None and entry.fast is not None and not _grad_enabled():
-            return (None, None, *entry.fast(ctx.saved_tensors, grads, ())[0])
-        if _grad_enabled():
-            raise RuntimeError("layerplan: double backward (create_graph=True) is not offered; its backward ops have no gradient")
-        return (None, None, *entry.backward(sink, ctx.saved_tensors, grads))
-
-
-# Function.apply looks for functorch transforms and a setup_context on every call; this is what it calls in the end
-_apply = super(torch.autograd.Function, _PlanFunction).apply
+    Old style, since ``setup_context`` costs 14 us more a call; one class per plan, so that the generated code itself is
+    what autograd calls. ``Function.apply`` looks for functorch transforms and a setup_context on every call, and
+    ``BackwardCFunction.apply`` for a vjp: both are left out.
+    """
+    made = type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    made._backward_cls.apply = lambda ctx, *grads: backward(ctx, *grads)  # a plain function: it is bound to ctx
+    return made, super(torch.autograd.Function, made).apply
 
 
 @functools.cache
@@ -242,14 +229,15 @@ class Runner:
     """Runs one family of graphs: ``build(*tensors)`` makes the graph (and checks the inputs) for a new key.
 
     ``names`` are the inputs' names, for messages. ``training`` plans as a module in training does: the forward's engines
-    do not depend on grad mode. ``recompute`` is the save policy; ``groups`` maps group symbols to process groups.
+    do not depend on grad mode. ``recompute`` is the save policy; ``groups`` maps group symbols to process groups; ``pins`` is
+    the plan file in force.
     """
 
     def __init__(self, build: Callable[..., Graph], names: tuple[str, ...], *, policy: Policy, name: str = "",
                  training: bool = False, recompute: frozenset[str] = frozenset(),
-                 groups: Mapping[str, Any] | None = None) -> None:  # fmt: skip
+                 groups: Mapping[str, Any] | None = None, pins: Pins | None = None) -> None:  # fmt: skip
         self.build, self.names, self.policy, self.name = build, names, policy, name
-        self.training, self.recompute, self.groups = training, recompute, dict(groups or {})
+        self.training, self.recompute, self.groups, self.pins = training, recompute, dict(groups or {}), pins
         self.entries: dict[tuple, Entry] = {}
         self._key = _key_function(len(names))
 
@@ -264,9 +252,10 @@ class Runner:
         if entry is None:
             entry = self._miss(tensors)
         if entry.differentiable and _grad_enabled():
-            return _apply(entry, sink, *tensors)
-        outputs = entry.forward(*tensors)[0]
-        return outputs[0] if entry.single else outputs
+            if sink is None and entry.library is not None:
+                return entry.library(*tensors)
+            return entry.apply(sink, *tensors)
+        return entry.forward(*tensors)
 
     def _miss(self, tensors: tuple[torch.Tensor, ...]) -> Entry:
         devices = {n: t.device for n, t in zip(self.names, tensors, strict=True)}
@@ -293,12 +282,19 @@ class Runner:
             if not isinstance(t, torch.Tensor):
                 raise TypeError(f"{self.name}: {n} = {type(t).__name__}: must be a torch.Tensor")
 
-    def regions(self) -> list[tuple[str, PlannedRegion]]:
-        """(pass, region) of every plan that this runner has run."""
+    def plans(self) -> list[Plan]:
+        """Every plan that this runner has run: the forward of each key, and each backward that was asked for."""
+        return [p for e in self.entries.values() for p in ([e.plan] if e.library is not None and len(e.plans) == 1 else e.plans)]
+
+    def regions(self) -> list[tuple[str, str, PlannedRegion]]:
+        """(pass, arch, region) of every plan that this runner has run. The backward is what ran, where one has run that a plan
+        was made for (an accumulating or a partial one is not the one planned with the forward), otherwise what is planned."""
         rows = []
         for entry in self.entries.values():
-            rows += [("forward", r) for r in entry.plan.forward.regions]
-            rows += [("backward", r) for r in entry.plan.backward.regions] if entry.plan.backward else []
+            arch, ran = entry.arch.name, [p.forward for p in entry.plans[1:]]
+            planned = [entry.plan.backward] if entry.plan.backward else []
+            rows += [("forward", arch, r) for r in entry.plan.forward.regions]
+            rows += [("backward", arch, r) for part in ran or planned for r in part.regions]
         return rows
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +26,17 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from ...modules.base import apply_policy
+from ...modules.base import apply_policy, planned_names
 from ...recipes import Problem, Recipe, RecipeError
+from ...recipes.policies import policy_of
 from ..engines.arch import Arch
 from ..megatron import compat
 from ..megatron.cpu_mode import cpu_mode
 from ..megatron.cpu_mode import is_active as cpu_mode_is_active
 from ..megatron.optimizer import install_optimizer
-from ..planner.policy import Policy
+from ..planner.plan_file import Pins
 
 _TIMEOUT = datetime.timedelta(minutes=30)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -75,6 +79,10 @@ class Ranks:
         return f"rank {self.rank} (tensor {self.tensor}, pipeline {self.pipeline}, data {self.data})"
 
 
+def arch_of(device: torch.device) -> Arch:
+    return Arch.of_device(-1 if device.type == "cpu" else device.index)
+
+
 def wants_cpu(recipe: Recipe) -> bool:
     """Whether the run is on the CPU; refuses train.device=cuda where there is no GPU."""
     available = torch.cuda.is_available()
@@ -107,7 +115,7 @@ def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
             stack.callback(torch.set_num_threads, before)
         _join(stack, cpu, device)
         world = dist.get_world_size()
-        problems = recipe.validate_world(world) + _arch_problems(recipe, cpu, device)
+        problems = recipe.validate_world(world) + _arch_problems(recipe, device)
         if problems:
             raise RecipeError(problems)
         p, t = recipe.parallel, recipe.train
@@ -122,10 +130,10 @@ def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
                     mpu.get_data_parallel_rank(), data_size, device, dist.new_group(backend="gloo", timeout=_TIMEOUT))  # fmt: skip
 
 
-def _arch_problems(recipe: Recipe, cpu: bool, device: torch.device) -> list[Problem]:
+def _arch_problems(recipe: Recipe, device: torch.device) -> list[Problem]:
     if recipe.plan.arch is None:
         return []
-    here, wanted = Arch.of_device(-1 if cpu else device.index), Arch.parse(recipe.plan.arch)
+    here, wanted = arch_of(device), Arch.parse(recipe.plan.arch)
     if here.name == wanted.name:
         return []
     return [Problem("plan.arch", recipe.plan.arch, f"the device at hand is {here.name}", "leave plan.arch out to train")]
@@ -161,7 +169,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         tensor_model_parallel_size=p.tensor, pipeline_model_parallel_size=p.pipeline, sequence_parallel=p.sequence,
         pipeline_dtype=dtype, params_dtype=dtype, bf16=dtype is torch.bfloat16, deterministic_mode=plan.deterministic,
         transformer_impl="local", bias_dropout_fusion=False, bias_activation_fusion=False, calculate_per_token_loss=True,
-        attention_softmax_in_fp32=True, **recompute,
+        attention_softmax_in_fp32=True, gradient_accumulation_fusion=plan.gradient_accumulation_fusion, **recompute,
     )  # fmt: skip
 
 
@@ -176,7 +184,23 @@ def block_spec(recipe: Recipe, config: TransformerConfig) -> Any:
     return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
 
 
-def build_model(recipe: Recipe, config: TransformerConfig) -> GPTModel:
+def plan_model(recipe: Recipe, model: torch.nn.Module, pins: Pins | None) -> None:
+    """Have layerplan's layers planned anew, under the recipe's policies and a plan file."""
+    if recipe.plan.layers != "layerplan":
+        return
+    first = min((m.layer_number - 1 for m in model.modules() if isinstance(m, TransformerLayer)), default=0)
+
+    def whole(name: str) -> str:
+        """The name with the layer's number in the whole model: a stage's module list counts from 0."""
+        return re.sub(r"(?<=\bdecoder\.layers\.)\d+", lambda m: str(int(m.group()) + first), name)
+
+    policy = policy_of(recipe)
+    missing = policy.unmatched(map(whole, planned_names(model)))  # the recipe was held against all layers: those of other stages
+    policy = dataclasses.replace(policy, per_module=tuple(row for row in policy.per_module if row[0] not in missing))
+    apply_policy(model, policy, pins=pins, rename=whole)
+
+
+def build_model(recipe: Recipe, config: TransformerConfig, pins: Pins | None = None) -> GPTModel:
     """This rank's part of the model, in the parameters' dtype, on the device."""
     m = recipe.model
     model = GPTModel(
@@ -185,8 +209,7 @@ def build_model(recipe: Recipe, config: TransformerConfig) -> GPTModel:
         position_embedding_type="rope", rotary_base=m.rope_base, share_embeddings_and_output_weights=m.tie_embeddings,
         parallel_output=True,
     )  # fmt: skip
-    if recipe.plan.layers == "layerplan":
-        apply_policy(model, Policy(mode=recipe.plan.policy, deterministic=recipe.plan.deterministic))
+    plan_model(recipe, model, pins)
     return model.to(torch.cuda.current_device())
 
 
@@ -201,16 +224,18 @@ class Built:
     scheduler: OptimizerParamScheduler
 
 
-def build(recipe: Recipe) -> Built:
-    """Model, wrappers, optimiser and schedule, as the recipe says. Call inside ``ranks_of``."""
+def build(recipe: Recipe, pins: Pins | None = None) -> Built:
+    """Model, wrappers, optimiser and schedule, as the recipe says, its layers planned as ``pins`` say. Call inside
+    ``ranks_of``."""
     o, p, s, t = recipe.optimizer, recipe.parallel, recipe.schedule, recipe.train
     config = transformer_config(recipe)
-    gpt = build_model(recipe, config)
+    gpt = build_model(recipe, config, pins)
     inner = Float16Module(config, gpt) if config.bf16 else gpt
     model = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=p.distributed_optimizer,
+            grad_reduce_in_fp32=True,  # what gradient_accumulation_fusion adds to
+            use_distributed_optimizer=p.distributed_optimizer,
             overlap_grad_reduce=p.overlap_grad_reduce, overlap_param_gather=p.overlap_param_gather,
         ),
         inner,

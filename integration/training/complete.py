@@ -60,6 +60,7 @@ def complete(checkpoint: Path, prompt: str, *, max_new_tokens: int = 64, tempera
 
 def _for_one_process(recipe: Recipe) -> Recipe:
     recipe.parallel = Parallel(distributed_optimizer=recipe.parallel.distributed_optimizer)
+    recipe.plan = dataclasses.replace(recipe.plan, file=None, arch=None)
     recipe.train = dataclasses.replace(recipe.train, global_batch=1, micro_batch=1, device="auto")
     return recipe
 

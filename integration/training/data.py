@@ -6,10 +6,11 @@ the number of ranks changes which sample comes when, and a resumed run goes on w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -30,7 +31,8 @@ def _cache_of(prefix: str) -> Path:
 
 
 class Samples:
-    """The training split as an endless sequence of samples. Built on every rank; ranks that read nothing hold None."""
+    """The training split as an endless sequence of samples, and the start of the validation split. Built on every rank;
+    ranks that read nothing hold None. Raises RecipeError on all ranks together where a split holds too little."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks):
         prefix = str(recipe.data.prefix)
@@ -42,33 +44,60 @@ class Samples:
             eod_mask_loss=recipe.data.mask_loss_after_eod, create_attention_mask=False, path_to_cache=str(_cache_of(prefix)),
         )  # fmt: skip
         built = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], self._is_built_here, config).build()
-        self._dataset = built[0] if self._reads else None
-        if self._reads and (self._dataset is None or len(self._dataset) == 0):
-            raise RecipeError([Problem("data.split", recipe.data.split, f"leaves no training sample of {recipe.model.seq_length} tokens in "
-                                       f"{Path(prefix).name}", "give training a larger share, or prepare more text")])  # fmt: skip
+        self._training, self._validation = built[:2] if self._reads else (None, None)
+        self._refuse_too_little(recipe, ranks)
 
     def _is_built_here(self) -> bool:
         return self._reads
 
-    def __getitem__(self, index: int) -> Batch:
-        epoch, place = divmod(index, len(self._dataset))
+    def _refuse_too_little(self, recipe: Recipe, ranks: Ranks) -> None:
+        problems, t, name = [], recipe.train, Path(str(recipe.data.prefix)).name
+        training, validation = (len(d) if d is not None else 0 for d in (self._training, self._validation))
+        if self._reads and training == 0:
+            rule = f"leaves no training sample of {recipe.model.seq_length} tokens in {name}"
+            problems.append(Problem("data.split", recipe.data.split, rule, "give training a larger share, or prepare more text"))
+        wanted = t.eval_batches * t.global_batch if t.eval_every_steps else 0
+        if self._reads and validation < wanted:
+            rule = (f"asks for {wanted} samples, data.split = {recipe.data.split} leaves {validation} for validation in "
+                    f"{name}: shares are of whole documents")  # fmt: skip
+            problems.append(Problem("train.eval_batches", t.eval_batches, rule, "lower it, or give validation a larger share"))
+        found: list[list[Problem]] = [[] for _ in range(ranks.world)]
+        dist.all_gather_object(found, problems, group=ranks.control)
+        problems = list(dict.fromkeys(p for part in found for p in part))
+        if problems:
+            raise RecipeError(problems)
+
+    def _training_sample(self, index: int) -> Batch:
+        epoch, place = divmod(index, len(self._training))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            self._epoch, self._order = epoch, torch.randperm(len(self._dataset), generator=generator)
-        return self._dataset[int(self._order[place])]
+            self._epoch, self._order = epoch, torch.randperm(len(self._training), generator=generator)
+        return self._training[int(self._order[place])]
+
+    def _validation_sample(self, index: int) -> Batch:
+        return self._validation[index]
 
     def micro_batches(self, consumed: int, recipe: Recipe, ranks: Ranks) -> Iterator[Batch] | None:
-        """Micro-batches of this rank from sample ``consumed`` on; None on pipeline stages that need no data."""
+        """This rank's micro-batches of training from sample ``consumed`` on; None on pipeline stages that need no data."""
+        return self._dealt(self._training_sample, consumed, recipe, ranks)
+
+    def validation_micro_batches(self, recipe: Recipe, ranks: Ranks) -> Iterator[Batch] | None:
+        """This rank's micro-batches of validation, from the start in its own order: the same in every evaluation."""
+        return self._dealt(self._validation_sample, 0, recipe, ranks)
+
+    def _dealt(self, sample: Callable[[int], Batch], consumed: int, recipe: Recipe,
+               ranks: Ranks) -> Iterator[Batch] | None:  # fmt: skip
         if not (ranks.first_stage or ranks.last_stage):
             return None
-        return self._generate(consumed, recipe.train.micro_batch, ranks)
+        return self._generate(sample, consumed, recipe.train.micro_batch, ranks)
 
-    def _generate(self, consumed: int, micro_batch: int, ranks: Ranks) -> Iterator[Batch]:
+    def _generate(self, sample: Callable[[int], Batch], consumed: int, micro_batch: int,
+                  ranks: Ranks) -> Iterator[Batch]:  # fmt: skip
         position = consumed
         while True:
             first = position + ranks.data * micro_batch
             position += micro_batch * ranks.data_size
-            rows = [self[first + j] for j in range(micro_batch)] if self._reads else None
+            rows = [sample(first + j) for j in range(micro_batch)] if self._reads else None
             batch: Batch = {}
             for dtype, keys in ((torch.int64, ("tokens", "labels", "position_ids")), (torch.float32, ("loss_mask",))):
                 packed = {k: torch.stack([row[k] for row in rows]) if rows else None for k in keys}

@@ -22,6 +22,8 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".py", ".c", ".h", ".cpp", ".js
 """What is taken from a folder; a file named by itself is taken whatever its name."""
 
 _JSON_LINES = (".jsonl", ".ndjson")
+_WRITTEN = (".bin", ".tokenizer.json", ".idx")
+_UNFINISHED = ".preparing"
 _BATCH_CHARS = 4 << 20
 _TRAIN_CHARS = 64 << 20
 """A BPE is trained on the first documents up to this many characters: more text changes few merges."""
@@ -33,21 +35,47 @@ class PrepareError(ValueError):
 
 @dataclass
 class Skipped:
-    """What a folder held that was not taken, said at the end."""
+    """What a folder held that was not taken, said at the end. ``prepared``: files of datasets prepared before."""
 
     files: list[str] = field(default_factory=list)
     empty: int = 0
+    prepared: int = 0
 
 
-def find_files(inputs: Sequence[Path]) -> list[tuple[Path, bool]]:
-    """(file, was named by itself) in the order of the inputs, a folder's files sorted by path."""
-    problems, found = [], []
+def is_prepared(path: Path, output_prefix: Path) -> bool:
+    """Whether a file belongs to a prepared dataset: the one to be written, or any whose .bin and .idx lie there. Beside
+    those and the tokenizer: Megatron's sample index in PREFIX.cache, and the folder that a killed run left."""
+
+    own = output_prefix.resolve()
+
+    def belongs(part: Path) -> bool:
+        name, folder = part.name, part.parent
+        if name.startswith(".") and name.endswith(_UNFINISHED):
+            return True
+        for suffix in (*_WRITTEN, ".cache"):
+            prefix = folder / name.removesuffix(suffix)
+            if name.endswith(suffix) and (prefix == own or all(Path(f"{prefix}{s}").is_file() for s in (".bin", ".idx"))):
+                return True
+        return False
+
+    whole = path.resolve()
+    return any(belongs(part) for part in (whole, *whole.parents))
+
+
+def find_files(inputs: Sequence[Path], output_prefix: Path, skipped: Skipped) -> list[tuple[Path, bool]]:
+    """(file, was named by itself) in the order of the inputs, a folder's files sorted by path. What an earlier call wrote
+    is passed over in folders and refused by name."""
+    problems, found, endings = [], [], (*TEXT_SUFFIXES, *_JSON_LINES)
     for path in inputs:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in (*TEXT_SUFFIXES, *_JSON_LINES))
+            texts = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in endings)
+            inside = [p for p in texts if not is_prepared(p, output_prefix)]
+            skipped.prepared += len(texts) - len(inside)
             if not inside:
                 problems.append(f"{path}: the folder holds no file that ends in {', '.join(TEXT_SUFFIXES)}; name files by themselves")
             found += [(p, False) for p in inside]
+        elif path.is_file() and is_prepared(path, output_prefix):
+            problems.append(f"{path}: belongs to a prepared dataset; name the text that it was made from")
         elif path.is_file():
             found.append((path, True))
         else:
@@ -96,12 +124,11 @@ def prepare(inputs: Sequence[Path], output_prefix: Path, *, tokenizer: str = "bp
     """Write ``output_prefix``.bin, .idx and .tokenizer.json. Raises PrepareError or TokenizerError; then nothing is written."""
     if tokenizer not in KINDS:
         raise PrepareError(f"tokenizer = {tokenizer!r}: must be one of {', '.join(KINDS)}")
-    files = find_files([Path(p) for p in inputs])
-    output_prefix = Path(output_prefix)
+    output_prefix, skipped = Path(output_prefix), Skipped()
+    files = find_files([Path(p) for p in inputs], output_prefix, skipped)
     output_prefix.parent.mkdir(parents=True, exist_ok=True)
     made = byte_tokenizer() if tokenizer == "byte" else train_bpe(_head(documents(files, jsonl_key, Skipped())), vocab_size)
-    skipped = Skipped()
-    work = Path(tempfile.mkdtemp(prefix=f".{output_prefix.name}.", dir=output_prefix.parent))
+    work = Path(tempfile.mkdtemp(prefix=f".{output_prefix.name}.", suffix=_UNFINISHED, dir=output_prefix.parent))
     try:
         written = _write(work / "data", documents(files, jsonl_key, skipped), made)
         if not written:
@@ -110,9 +137,9 @@ def prepare(inputs: Sequence[Path], output_prefix: Path, *, tokenizer: str = "bp
         tokenizer_path(work / "data").write_text(made.to_json(), encoding="utf-8")
         # An old index must not stand over new tokens, not even for the moment between two renames.
         Path(f"{output_prefix}.idx").unlink(missing_ok=True)
-        for suffix in ("bin", "tokenizer.json", "idx"):
-            _sync(work / f"data.{suffix}")
-            os.replace(work / f"data.{suffix}", f"{output_prefix}.{suffix}")
+        for suffix in _WRITTEN:
+            _sync(work / f"data{suffix}")
+            os.replace(work / f"data{suffix}", f"{output_prefix}{suffix}")
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return info, made, skipped
@@ -170,6 +197,8 @@ def prepare_command(inputs: list[Path], output_prefix: Path, tokenizer: str, voc
     print(f"{output_prefix}: {info.documents} documents, {info.tokens} tokens, {made.kind} tokenizer of {made.vocab_size} ids")
     if skipped.empty:
         print(f"left out: {skipped.empty} documents without text")
+    if skipped.prepared:
+        print(f"left out: {skipped.prepared} files of prepared datasets")
     if skipped.files:
         print(f"left out: {len(skipped.files)} files that are not UTF-8 text: {', '.join(skipped.files[:5])}")
     return 0

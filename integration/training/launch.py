@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ...recipes import Recipe, RecipeError, load_recipe
+from ...recipes import RECIPES, Problem, Recipe, RecipeError, apply_overrides, load_recipe
+from ...recipes.config import load_pins
 from ...recipes.size import flops_per_token, memory_estimate, parameter_count
+from ..engines.packages import locate
 
 EXIT_OK, EXIT_CONFIG, EXIT_NOT_FINITE, EXIT_CHECKPOINT = 0, 2, 3, 4
 
@@ -26,20 +27,45 @@ def pretrain_command(recipe: str, overrides: list[str], dry_run: bool) -> int:
     loss that is not finite, 4 for checkpoints that cannot be read or written."""
     quiet_megatron()
     try:
-        made = load_recipe(recipe, overrides)
+        made = load_checked(recipe, overrides, dry_run)
         if dry_run:
             return dry_run_report(made, print)
         return run(made)
-    except (RecipeError, FileNotFoundError) as error:
+    except (RecipeError, FileNotFoundError, RuntimeError) as error:
+        # PlanError is a RuntimeError of a module that needs torch: told by name, so that a wrong recipe needs no torch
+        if isinstance(error, RuntimeError) and type(error).__name__ != "PlanError":
+            raise
         print(f"layerplan pretrain: {error}", file=sys.stderr)
         return EXIT_CONFIG
 
 
-def run(recipe: Recipe, say: Callable[[str], None] | None = None) -> int:
-    """Train; errors of a run become its exit status and a line that names step and rank. RecipeError passes through."""
-    problems, _ = _data_problems(recipe)
+def load_checked(name: str, overrides: list[str], dry_run: bool) -> Recipe:
+    """The recipe with its overrides. Raises one RecipeError with everything that is wrong with it, with the environment beside it
+    and with the files that it names; a dry run may name no data, and is also held against Megatron's rules."""
+    problems: list[Problem] = []
+    try:
+        made = load_recipe(name, overrides)
+    except RecipeError as error:
+        if name not in RECIPES:
+            raise
+        made, problems = RECIPES[name](), error.problems
+        apply_overrides(made, overrides)
+    own = not problems
+    problems = problems + _file_problems(made, data=not dry_run or made.data.prefix is not None)
+    if own and dry_run:
+        try:
+            _check_megatron(made)
+        except RecipeError as error:
+            problems += error.problems
     if problems:
         raise RecipeError(problems)
+    return made
+
+
+def run(recipe: Recipe, say: Callable[[str], None] | None = None) -> int:
+    """Train; errors of a run become its exit status and a line that names step and rank. RecipeError and PlanError pass
+    through."""
+    _refuse_files(recipe)
     from .checkpoint import CheckpointError
     from .trainer import NotFiniteError, train
 
@@ -54,18 +80,27 @@ def run(recipe: Recipe, say: Callable[[str], None] | None = None) -> int:
     return EXIT_OK
 
 
-def _data_problems(recipe: Recipe) -> tuple[list[Any], Any]:
-    from .indexed import check_data  # reads headers with numpy; before anything heavy is imported
+def _file_problems(recipe: Recipe, *, data: bool = True) -> list[Problem]:
+    """What is wrong with the files that the recipe names; found before anything heavy is imported."""
+    from .indexed import check_data
 
-    return check_data(recipe)
+    problems = list(check_data(recipe)[0]) if data else []
+    try:
+        load_pins(recipe)
+    except RecipeError as error:
+        problems += error.problems
+    return problems
+
+
+def _refuse_files(recipe: Recipe, *, data: bool = True) -> None:
+    problems = _file_problems(recipe, data=data)
+    if problems:
+        raise RecipeError(problems)
 
 
 def dry_run_report(recipe: Recipe, out: Callable[[str], None]) -> int:
     """Validate all that can be without a GPU and say what the run would be. Raises RecipeError."""
-    if recipe.data.prefix is not None:
-        problems, _ = _data_problems(recipe)
-        if problems:
-            raise RecipeError(problems)
+    _refuse_files(recipe, data=recipe.data.prefix is not None)
     checked = _check_megatron(recipe)
     m, p, t = recipe.model, recipe.parallel, recipe.train
     ranks = p.tensor * p.pipeline
@@ -81,28 +116,30 @@ def dry_run_report(recipe: Recipe, out: Callable[[str], None]) -> int:
     out(f"memory      about {memory.total / gib:.2f} GiB on a rank of one replica: weights {memory.weights / gib:.2f}, gradients "
         f"{memory.gradients / gib:.2f}, optimiser {memory.optimizer / gib:.2f}, activations {memory.activations / gib:.2f}, logits {memory.logits / gib:.2f}")  # fmt: skip
     out(f"data        {recipe.data.prefix or 'not set: data.prefix=PREFIX is needed to train'}")
+    evaluated = f"every {t.eval_every_steps} steps on {t.eval_batches} batches = {t.eval_batches * t.global_batch} sequences"
+    out(f"validation  {evaluated if t.eval_every_steps else 'off'}")
     out(f"checked     {checked}")
     _plan_report(recipe, out)
     return EXIT_OK
 
 
 def _check_megatron(recipe: Recipe) -> str:
-    if importlib.util.find_spec("megatron") is None:
+    if not locate("megatron.core").here:
         return "the recipe's own rules; Megatron's need: pip install 'layerplan[megatron]'"
     try:
         from .build import transformer_config
 
         config = transformer_config(recipe)
     except (ValueError, AssertionError) as error:
-        from ...recipes import Problem
-
         raise RecipeError([Problem("recipe", recipe.name, f"Megatron-Core refuses it: {error}", "change the field it names")]) from None
     if recipe.plan.layers == "layerplan":
         try:
-            from ..megatron.config_map import raise_for
+            from ..megatron.config_map import check_config
         except ImportError:
             return "the recipe's and Megatron-Core's rules"
-        raise_for(config)
+        problems = check_config(config)
+        if problems:
+            raise RecipeError(problems)
     return "the recipe's, Megatron-Core's and the layers' rules"
 
 
@@ -112,7 +149,11 @@ def _plan_report(recipe: Recipe, out: Callable[[str], None]) -> None:
         return
     from ...recipes.estimate import estimate_recipe
 
-    out(str(estimate_recipe(recipe, _arch(recipe))))
+    arch, pins = _arch(recipe), load_pins(recipe)
+    if pins is not None:
+        written_for = ", ".join(pins.archs()) or "no arch"
+        out(f"plan file   {recipe.plan.file}: {len(pins.of_arch(arch.name))} pins for {arch.name}; it holds pins for {written_for}")
+    out(str(estimate_recipe(recipe, arch)))
 
 
 def _arch(recipe: Recipe) -> Any:

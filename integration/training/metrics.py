@@ -1,7 +1,8 @@
 """Metrics of a run: one JSON object per line, written by the first rank that knows the loss.
 
-Fields: step, loss (nats per token), grad_norm, lr, tokens (seen so far), seconds (of the step), tokens_per_s (all ranks), flops_per_s
-(model FLOP/s, all ranks), mfu (fraction of the ranks' peak; absent where the peak is unknown), memory_bytes (peak of the writing rank).
+Fields: step, loss (nats per token), validation_loss (in the same unit; only where it was taken), grad_norm, lr, tokens
+(seen so far), seconds (of the step), tokens_per_s (all ranks), flops_per_s (model FLOP/s, all ranks), mfu (fraction of the
+ranks' peak; absent where the peak is unknown), memory_bytes (peak of the writing rank).
 """
 
 from __future__ import annotations
@@ -94,11 +95,13 @@ class Progress:
     def update(self, row: dict[str, Any], now: float) -> None:
         """``now``: seconds of a monotonic clock."""
         text = f"loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  {row['tokens_per_s']:,.0f} tokens/s"
+        if "validation_loss" in row:
+            text += f"  validation {row['validation_loss']:.4f}"
         if "mfu" in row:
             text += f"  MFU {row['mfu']:.1%}"
         if self._bar is not None:
             self._bar.update(self._task, completed=row["step"], text=text)
-        elif self._show and (now >= self._next_line or row["step"] == self._steps):
+        elif self._show and (now >= self._next_line or row["step"] == self._steps or "validation_loss" in row):
             self._next_line = now + self._LINE_EVERY_S
             print(f"step {row['step']}/{self._steps}  {text}", file=sys.stderr, flush=True)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from .metrics import read_metrics
 
-_SCALARS = ("loss", "grad_norm", "lr", "tokens_per_s", "flops_per_s", "mfu", "memory_bytes")
+_SCALARS = ("loss", "validation_loss", "grad_norm", "lr", "tokens_per_s", "flops_per_s", "mfu", "memory_bytes")
 _SMOOTH = 0.9
 
 
 def plot_loss(metrics: Path, png: Path, *, title: str = "") -> Path | None:
-    """Draw loss over steps, with its moving average, into ``png``; None if there is nothing to draw."""
+    """Draw loss over steps, its moving average and the validation loss into ``png``; None if there is nothing to draw."""
     rows = [r for r in read_metrics(metrics) if r.get("loss") is not None]
     if not rows:
         return None
@@ -29,6 +29,9 @@ def plot_loss(metrics: Path, png: Path, *, title: str = "") -> Path | None:
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     axes.plot(steps, losses, color="0.75", linewidth=1, label="loss")
     axes.plot(steps, smooth, color="tab:blue", linewidth=1.8, label="moving average")
+    validation = [(r["step"], r["validation_loss"]) for r in rows if r.get("validation_loss") is not None]
+    if validation:
+        axes.plot(*zip(*validation, strict=True), color="tab:red", linewidth=1.4, marker="o", label="validation")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

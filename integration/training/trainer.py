@@ -25,9 +25,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from ...recipes import Problem, Recipe, RecipeError
+from ...recipes.config import load_pins
 from ...recipes.size import flops_per_token, parameter_count
 from ..planner import plan_file
-from .build import Built, Ranks, build, ranks_of
+from ..planner.plan_file import Pins, PlanFileError
+from .agreement import compare_ranks
+from .build import Built, Ranks, arch_of, build, plan_model, ranks_of
 from .checkpoint import COMPLETE, TRAINER, Checkpointer, find, load_rng, load_sharded, load_trainer_state, steps_in
 from .data import Batch, Samples
 from .indexed import check_data, tokenizer_path
@@ -35,6 +38,7 @@ from .metrics import Metrics, Progress, peak_flops, peak_memory
 
 PLAN, TOKENIZER = "plan.json", "tokenizer.json"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SAID_AT_ONCE = 5  # new regions that are named before the rest is counted
 
 
 class NotFiniteError(RuntimeError):
@@ -56,15 +60,18 @@ class Trainer:
     def __init__(self, recipe: Recipe, ranks: Ranks, *, say: Callable[[str], None] | None = None):
         self.recipe, self.ranks = recipe, ranks
         self._say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+        compare_ranks(recipe, ranks)
         problems, tokenizer = check_data(recipe)
         if problems:
             raise RecipeError(problems)
-        self.built: Built = build(recipe)
+        self._planned_before: Pins | None = None  # the plan that this run's is compared with
+        self._said_of_plan: set[str] = set()
+        self.pins = self._applying(self._from_rank_0(lambda: load_pins(recipe)))
+        self.built: Built = build(recipe, self.pins)
         self.samples = Samples(recipe, tokenizer, ranks)
         self.step = 0
         self._signal: int | None = None
         self._batches: Any = None
-        self._resumed_plan: dict[str, Any] | None = None
         self.checkpoints: Checkpointer | None = None
         if recipe.checkpoint.dir is not None:
             c = recipe.checkpoint
@@ -105,12 +112,8 @@ class Trainer:
             seq_length=recipe.model.seq_length, micro_batch_size=recipe.train.micro_batch, forward_only=False,
         )  # fmt: skip
         sums = torch.stack([r["sums"] for r in reports]).sum(0) if self.ranks.last_stage else None
-        self._stop_unless_finite(sums)
-        loss = None
-        if sums is not None:
-            dist.all_reduce(sums, group=mpu.get_data_parallel_group())
-            total, count = sums.tolist()
-            loss = total / max(count, 1.0)
+        self._stop_unless_finite(sums, f"loss is not finite at step {self.step + 1}", "before parameters are touched")
+        loss = _mean_loss(sums)
         _, norm, _ = built.optimizer.step()
         norm = float(norm) if norm is not None else 0.0
         self.step += 1
@@ -122,7 +125,45 @@ class Trainer:
         built.scheduler.step(increment=recipe.train.global_batch)
         return loss, norm
 
-    def _stop_unless_finite(self, sums: torch.Tensor | None) -> None:
+    def evaluate(self) -> float | None:
+        """Mean loss per token on the first train.eval_batches global batches of the validation split (None except on the
+        last stage).
+
+        Without dropout and gradients. Parameters, gradients, generators and the training data's order stay as they are.
+        Raises NotFiniteError.
+        """
+        built, recipe, sums = self.built, self.recipe, torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        overlap = recipe.parallel.overlap_param_gather
+        if overlap:  # parameters of the next forward are still on their way
+            built.model.disable_forward_pre_hook(param_sync=True)
+        generators = rng_state()
+        built.model.eval()
+        try:
+            batches = self.samples.validation_micro_batches(recipe, self.ranks)
+            for _ in range(recipe.train.eval_batches):
+                with torch.no_grad():
+                    reports = get_forward_backward_func()(
+                        forward_step_func=self._forward, data_iterator=batches, model=[built.model],
+                        num_microbatches=get_num_microbatches(), seq_length=recipe.model.seq_length,
+                        micro_batch_size=recipe.train.micro_batch, forward_only=True,
+                    )  # fmt: skip
+                for report in reports:
+                    sums += report["sums"]
+        finally:
+            built.model.train()
+            set_rng_state(generators)
+            if overlap:
+                built.model.enable_forward_pre_hook()
+        sums = sums if self.ranks.last_stage else None
+        what = f"validation loss is not finite after step {self.step}"
+        self._stop_unless_finite(sums, what, "and nothing of this step is saved")
+        return _mean_loss(sums)
+
+    def _evaluates(self) -> bool:
+        t = self.recipe.train
+        return t.eval_every_steps > 0 and (self.step % t.eval_every_steps == 0 or self.step == t.steps)
+
+    def _stop_unless_finite(self, sums: torch.Tensor | None, what: str, when: str) -> None:
         bad = torch.zeros(self.ranks.world, dtype=torch.int32)
         value = float("nan")
         if sums is not None:
@@ -132,8 +173,8 @@ class Trainer:
         if bad.any():
             guilty = ", ".join(str(r) for r in bad.nonzero().flatten().tolist())
             own = f" (here {value})" if bad[self.ranks.rank] else ""
-            raise NotFiniteError(f"loss is not finite at step {self.step + 1} on rank {guilty}{own}: the run stops before the parameters are "
-                                 "touched; the last checkpoint is the state to look at, with a lower optimizer.lr or other data")  # fmt: skip
+            raise NotFiniteError(f"{what} on rank {guilty}{own}: the run stops {when}; the last checkpoint is the state to "
+                                 "look at, with a lower optimizer.lr or other data")  # fmt: skip
 
     def _bad_gradients(self) -> list[str]:
         return [n for n, p in self.built.gpt.named_parameters()
@@ -162,24 +203,91 @@ class Trainer:
             self.built.model.disable_forward_pre_hook(param_sync=True)
         trainer = {"step": self.step, "layout": self._layout(), "recipe": self.recipe.to_dict(), "torch": torch.__version__,
                    "parameters": parameter_count(self.recipe), "device": self.ranks.device.type}  # fmt: skip
-        texts = {TRAINER: json.dumps(trainer, indent=1) + "\n", PLAN: json.dumps(self._plan(), indent=1) + "\n",
+        texts = {TRAINER: json.dumps(trainer, indent=1) + "\n",
+                 PLAN: json.dumps(self._planned().to_json(), indent=1) + "\n",
                  TOKENIZER: tokenizer_path(self.recipe.data.prefix).read_text(encoding="utf-8")}  # fmt: skip
         self.checkpoints.save(self.step, self._sharded(loading=False), texts, rng_state())
         if overlap:
             self.built.model.enable_forward_pre_hook()
 
-    def _plan(self) -> dict[str, Any]:
-        """The plan file of what has run on this rank so far."""
-        runners = [r for m in self.built.gpt.modules() if callable(getattr(m, "plan_runners", None)) for r in m.plan_runners()]
-        return plan_file.to_json(entry.plan for r in runners for entry in r.entries.values())
+    # -- plans ------------------------------------------------------------------------------------------------------
 
-    def _say_plan_changes(self) -> None:
-        """After the first step of a resumed run: engines that are not those of the checkpoint's plan."""
-        before, self._resumed_plan = self._resumed_plan, None
-        now = self._plan()["pins"]
-        for signature, pin in (before or {}).get("pins", {}).items():
-            if signature in now and now[signature]["engine"] != pin["engine"]:
-                self.say(f"plan differs from the checkpoint's: {'+'.join(pin['ops'])} runs on {now[signature]['engine']}, was {pin['engine']}")
+    def _from_rank_0(self, read: Callable[[], Pins | None]) -> Pins | None:
+        """What rank 0 reads: one plan for all ranks, whatever their file systems show. Raises RecipeError on all."""
+        box: list[Any] = [None, None]
+        if self.ranks.rank == 0:
+            try:
+                box[0] = read()
+            except RecipeError as error:
+                box[1] = error.problems
+        dist.broadcast_object_list(box, src=0, group=self.ranks.control)
+        if box[1]:
+            raise RecipeError(box[1])
+        return box[0]
+
+    def _applying(self, pins: Pins | None) -> Pins | None:
+        """``pins`` if they can hold in this run, else None, and that is said."""
+        if pins is None:
+            return None
+        arch = arch_of(self.ranks.device).name
+        if not pins.of_arch(arch):
+            written_for = ", ".join(pins.archs()) or "no arch"
+            self.say(f"{pins.source} has pins for {written_for}, this run is on {arch}: they do not apply")
+            return None
+        self._planned_before = pins
+        return pins
+
+    def _planned(self) -> Pins:
+        """What has been planned on all ranks so far. Called by all of them together."""
+        modules = [m for m in self.built.gpt.modules() if callable(getattr(m, "plan_runners", None))]
+        own = plan_file.pins_of(p for m in modules for r in m.plan_runners() for p in r.plans())
+        parts: list[Any] = [None] * self.ranks.world
+        dist.all_gather_object(parts, own, group=self.ranks.control)
+        return plan_file.merged(parts)
+
+    def _say_plan_differences(self) -> None:
+        """Say regions whose engine or knobs are not those of the plan that this run is compared with, and new regions."""
+        arch, before = arch_of(self.ranks.device).name, self._planned_before
+        old, new, lines = before.of_arch(arch), [], []
+        for key, pin in self._planned().of_arch(arch).items():
+            runs = f"{'+'.join(pin.ops)} runs on {pin.engine}" + (f" with {dict(pin.knobs)}" if pin.knobs else "")
+            if key not in old:
+                new.append(f"plan differs from {before.source}: new region {runs}")
+            elif (old[key].engine, dict(old[key].knobs)) != (pin.engine, dict(pin.knobs)):
+                was = old[key].engine + (f" with {dict(old[key].knobs)}" if old[key].knobs else "")
+                lines.append(f"plan differs from {before.source}: {runs}, was {was}")
+        new = [line for line in dict.fromkeys(new) if line not in self._said_of_plan]
+        lines += new[:_SAID_AT_ONCE]
+        if len(new) > _SAID_AT_ONCE:
+            lines.append(f"plan differs from {before.source}: {len(new) - _SAID_AT_ONCE} more new regions")
+        for line in dict.fromkeys(lines):
+            if line not in self._said_of_plan:
+                self.say(line)
+        self._said_of_plan.update(lines, new)
+
+    def _resume_plan(self, folder: Path) -> None:
+        """Pin what the checkpoint's plan file says, unless the recipe names a file of its own or wants none."""
+        recipe = self.recipe
+        if recipe.plan.layers != "layerplan":
+            return
+        pinning = recipe.checkpoint.pin_plan and recipe.plan.file is None
+        remedy = "set checkpoint.pin_plan=false to plan anew"
+
+        def read() -> Pins:
+            try:
+                return plan_file.load(folder / PLAN, source=f"checkpoint {folder / PLAN}", remedy=remedy)
+            except PlanFileError as error:
+                problem = Problem("checkpoint.pin_plan", recipe.checkpoint.pin_plan, str(error), remedy)
+                raise RecipeError([problem]) from None
+
+        if pinning:
+            self.pins = self._applying(self._from_rank_0(read))
+            plan_model(recipe, self.built.gpt, self.pins)
+            return
+        try:
+            self._planned_before = self._applying(self._from_rank_0(read))
+        except RecipeError as error:
+            self.say(f"{error.problems[0].rule}: what differs from it cannot be said")
 
     def resume(self) -> bool:
         """Load the newest whole checkpoint, if the recipe wants it and there is one. Returns whether it did."""
@@ -211,7 +319,7 @@ class Trainer:
         self.built.scheduler.step(increment=self.step * self.recipe.train.global_batch)
         self._restore_rng(folder, state)
         self._batches = None
-        self._resumed_plan = json.loads((folder / PLAN).read_text())
+        self._resume_plan(folder)
         self.checkpoints.last_saved = self.step
         self.say(f"resumed at step {self.step} from {folder}")
         return True
@@ -272,6 +380,7 @@ class Trainer:
     def _loop(self) -> Outcome:
         recipe, every = self.recipe, self.recipe.checkpoint.every_steps
         steps, loss, interrupted = recipe.train.steps, None, False
+        first, evaluated = self.step + 1, False  # when plans are made
         recorder = Recorder(recipe, self.ranks, self.step)
         self.built.model.train()
         try:
@@ -281,9 +390,12 @@ class Trainer:
                     break
                 started, rate = time.perf_counter(), self._rate()
                 loss, norm = self.run_step()
-                recorder.step(self.step, loss, norm, rate, time.perf_counter() - started)
-                if self._resumed_plan is not None:
-                    self._say_plan_changes()
+                seconds = time.perf_counter() - started
+                validation = self.evaluate() if self._evaluates() else None
+                recorder.step(self.step, loss, norm, rate, seconds, validation)
+                if self._planned_before is not None and (self.step == first or (self._evaluates() and not evaluated)):
+                    self._say_plan_differences()
+                evaluated = evaluated or self._evaluates()
                 if self.checkpoints is not None:
                     self.checkpoints.poll()
                     if every and self.step % every == 0:
@@ -324,12 +436,16 @@ class Recorder:
         peak = peak_flops(ranks.device, recipe.precision.dtype)
         self._peak = None if peak is None else peak * ranks.world
 
-    def step(self, step: int, loss: float | None, norm: float, rate: float, seconds: float) -> None:
-        if self._progress is None or (step % self._recipe.logging.every_steps and step != self._recipe.train.steps):
+    def step(self, step: int, loss: float | None, norm: float, rate: float, seconds: float,
+             validation: float | None) -> None:  # fmt: skip
+        skipped = step % self._recipe.logging.every_steps and step != self._recipe.train.steps and validation is None
+        if self._progress is None or skipped:
             return
         speed = self._tokens / seconds
         row = {"step": step, "loss": loss, "grad_norm": norm, "lr": rate, "tokens": step * self._tokens, "seconds": seconds,
                "tokens_per_s": speed, "flops_per_s": speed * self._flops, "memory_bytes": peak_memory(self._ranks.device)}  # fmt: skip
+        if validation is not None:
+            row["validation_loss"] = validation
         if self._peak is not None:
             row["mfu"] = speed * self._flops / self._peak
         if self._file is not None:
@@ -370,6 +486,15 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     torch.cuda.set_rng_state(state["cuda"])
     get_cuda_rng_tracker().set_states({k.partition("/")[2]: v for k, v in state.items() if k.startswith("tracker/")})
+
+
+def _mean_loss(sums: torch.Tensor | None) -> float | None:
+    """``sums``: this rank's sum of token losses and their count; None on ranks that know no loss."""
+    if sums is None:
+        return None
+    dist.all_reduce(sums, group=mpu.get_data_parallel_group())
+    total, count = sums.tolist()
+    return total / max(count, 1.0)
 
 
 def _in_main_thread() -> bool:

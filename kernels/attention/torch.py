@@ -6,6 +6,8 @@ function of (seed, offset).
 
 from __future__ import annotations
 
+import collections
+
 import torch
 
 from ...integration.engines.arch import Arch
@@ -58,11 +60,15 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _permutations(layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The permutation to the kernels' [b, h, s, d], and the one back."""
+    return ((0, 2, 1, 3), (0, 2, 1, 3)) if layout == "bshd" else ((1, 2, 0, 3), (2, 0, 1, 3))
+
+
 def _views(layout: str, prepare=_aligned):
     """Functions to a kernel's [b, h, s, d] view, without copies where ``prepare`` makes none, and back."""
-    if layout == "bshd":
-        return (lambda x: prepare(x).transpose(1, 2)), (lambda x: x.transpose(1, 2))
-    return (lambda x: prepare(x).permute(1, 2, 0, 3)), (lambda x: x.permute(2, 0, 1, 3))
+    view, back = _permutations(layout)
+    return (lambda x: prepare(x).permute(*view)), (lambda x: x.permute(*back))
 
 
 def _accumulator_elements(region: Region) -> int:
@@ -142,11 +148,30 @@ class CudnnAttention(_Attention):
     def forward(self, region, attrs):
         to, back = _views(attrs["layout"])
         causal, scale = attrs["causal"], attrs["scale"]
-        op = _aten._scaled_dot_product_cudnn_attention.default
+        op = torch._scaled_dot_product_cudnn_attention
 
         def run(q, k, v):
             r = op(to(q), to(k), to(v), None, True, 0.0, causal, False, scale=scale)
             return back(r[0]), r[1].squeeze(-1)
+
+        return run
+
+    def autograd(self, region: Region, arch: Arch):
+        node = region.node
+        if len(region.graph.inputs) != 3:
+            return None
+        causal, scale = node.attr("causal"), softmax_scale(node.attributes, region.spec("q").shape[-1])
+        op, view, back = torch._scaled_dot_product_cudnn_attention, *_permutations(node.attr("layout"))
+
+        def run(q, k, v):
+            if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+                q, k, v = _aligned(q), _aligned(k), _aligned(v)
+            out = op(q.permute(*view), k.permute(*view), v.permute(*view), None, True, 0.0, causal, False, scale=scale)[0].permute(*back)
+            # aten's own backward reads the gradient wherever it lies. This is register_hook without its handle, which costs
+            # as much as the rest of the call
+            out._backward_hooks = collections.OrderedDict(aligned=_aligned)
+            out.grad_fn._register_hook_dict(out)
+            return out
 
         return run
 

@@ -24,16 +24,20 @@ class TorchLinear(Engine):
     def build(self, ctx: BuildContext) -> CompiledRegion:
         return CompiledRegion(ctx.region.by_port(self._launch(ctx)))
 
+    def autograd(self, region: Region, arch: Arch):
+        return _linear if len(region.graph.inputs) == len(region.node.inputs) else None
+
     @staticmethod
     def _launch(ctx: BuildContext):
         region, op = ctx.region, ctx.region.node.op
         if op == "linear":
             return _linear
+        rows = region.spec("dy").rank == 2
         if op == "linear_dgrad":
-            return _dgrad2d if region.spec("dy").rank == 2 else _dgrad
+            return _mm if rows else torch.matmul
         acc = region.spec("accumulate")
         if acc is None:
-            return _wgrad
+            return _wgrad2d if rows else _wgrad
         if acc.dtype == region.spec("dy").dtype:
             return _wgrad_accumulate_same
         # cuBLAS adds the fp32 accumulator in its epilogue; the CPU has no such product
@@ -44,12 +48,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _dgrad2d(dy, weight):
-    return _mm(dy, weight)
-
-
-def _dgrad(dy, weight):
-    return torch.matmul(dy, weight)
+def _wgrad2d(dy, x):
+    return _mm(dy.t(), x)
 
 
 def _wgrad(dy, x):

@@ -40,6 +40,21 @@ class TorchNorm(Engine):
         make = _backward if node.op.endswith("_bwd") else _forward
         return CompiledRegion(make(ctx.region, rms=node.op.startswith("rms"), gpu=ctx.arch.is_gpu))
 
+    def autograd(self, region: Region, arch: Arch):
+        x, eps = region.spec("x"), region.node.attr("eps")
+        shape, ports = [x.shape[-1]], [p for p, _ in region.node.inputs]
+        plain = len(region.graph.inputs) == len(ports) and not region.node.attr("zero_centered")
+        if not plain or not (arch.is_gpu or x.dtype == "float32"):
+            return None
+        fused_rms, layer = torch._fused_rms_norm, torch.native_layer_norm
+        if ports == ["x", "weight"]:
+            if region.node.op == "rms_norm":
+                return lambda x, w: fused_rms(x, shape, w, eps)[0]
+            return lambda x, w: layer(x, shape, w, None, eps)[0]
+        if ports == ["x", "weight", "bias"]:
+            return lambda x, w, b: layer(x, shape, w, b, eps)[0]
+        return None
+
 
 def _positions(region: Region) -> dict[str, int]:
     order = {v: i for i, v in enumerate(region.graph.inputs)}

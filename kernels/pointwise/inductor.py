@@ -11,7 +11,8 @@ import torch
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
 from ...integration.graph.ir import Dim
-from ..reference.eager import reference_launch
+from ...integration.graph.ops.table import op_table
+from ..common.evaluate import reference_launch
 
 _REDUCTIONS = ("rms_norm", "layer_norm", "cross_entropy")
 _GRADS_OVER_ROWS = ("dweight", "dbias")
@@ -22,6 +23,8 @@ class InductorPointwise(Engine):
     fuses = True
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
+        if all(op_table()[op].kind in ("layout", "reduction") for op in region.ops):
+            return Decline("views, copies and sums alone: fused into the arithmetic beside them, or left to torch")
         for node in region.nodes:
             if "norm" in node.op and region.graph.specs[node.input("x")].shape[-1] == 1:
                 return Decline("rows of one element: contracted multiply-adds leave a residue that 1 / sqrt(eps) enlarges")

@@ -6,7 +6,7 @@ import torch
 
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
-from ..reference.eager import reference_launch
+from ..common.evaluate import reference_launch
 
 
 class TorchLayout(Engine):
@@ -23,4 +23,6 @@ class TorchLayout(Engine):
             dtype = node.attr("dtype")
             if dtype in (None, ctx.region.spec("x").dtype):  # aten accumulates in float32 inside
                 return CompiledRegion(lambda x: x.reshape(-1, x.shape[-1]).sum(0))
+        if node.op == "sum_heads":
+            return CompiledRegion(lambda x: x.sum(-2, keepdim=True))
         return CompiledRegion(reference_launch(ctx.region))

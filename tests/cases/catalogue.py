@@ -302,6 +302,35 @@ def _loss_case(tag: str, lead: tuple[int, ...], classes: int, dtype=torch.int64)
                   exponent=lambda t: _largest(torch.logsumexp(t["logits"], -1)))  # fmt: skip
 
 
+def _layout_case(op: str, tag: str, inputs: dict[str, tuple[int, ...]], outputs: tuple[str, ...], plain: Callable[..., tuple],
+                 **attrs: int) -> OpCase:  # fmt: skip
+    """An op that has no function of its own: a one-node plan. ``plain`` takes the inputs in order; the last two dims are static."""
+
+    def make(gen, dtype):
+        return {n: randn(gen, dtype, *shape) for n, shape in inputs.items()}
+
+    def ours(t, *, engine=None, policy=None):
+        given = tuple((n, "*t h! d!" if len(inputs[n]) > 2 else "*t d!", t[n]) for n in inputs)
+        out = ops._call(op, tuple(sorted(attrs.items())), given, engine, policy, outputs)
+        return out if isinstance(out, tuple) else (out,)
+
+    return OpCase(f"{op}-{tag}", op, make, tuple(inputs), ours, lambda t: plain(*(t[n] for n in inputs)))
+
+
+def _interleave_qkv(q, k, v):
+    """Per KV group its queries, then its key and value, side by side."""
+    groups = k.shape[-2]
+    share = q.shape[-2] // groups
+    rows = [torch.cat((q[..., g * share : (g + 1) * share, :].flatten(-2), k[..., g, :], v[..., g, :]), -1) for g in range(groups)]
+    return (torch.cat(rows, -1),)
+
+
+def _split_qkv(x, groups: int, share: int, d: int):
+    rows = [c.split([d] * (share + 2), -1) for c in x.chunk(groups, -1)]
+    q = torch.stack([h for row in rows for h in row[:share]], -2)
+    return q, torch.stack([row[share] for row in rows], -2), torch.stack([row[share + 1] for row in rows], -2)
+
+
 CASES: tuple[OpCase, ...] = (
     *(c for name in ("rms_norm", "layer_norm") for c in (
         _norm_case(name, "plain", (5, 33)),
@@ -348,6 +377,18 @@ CASES: tuple[OpCase, ...] = (
     _loss_case("plain", (6,), 11),
     _loss_case("batched_int32", (2, 3), 33, torch.int32),
     _loss_case("no_tokens", (0,), 11),
+    _layout_case("qkv_split", "grouped", {"x": (3, 2, 2 * 5 * 7)}, ("q", "k", "v"), lambda x: _split_qkv(x, 2, 3, 7),
+                 groups=2, queries_per_group=3, head_dim=7),
+    _layout_case("qkv_merge", "grouped", {"q": (3, 2, 6, 7), "k": (3, 2, 2, 7), "v": (3, 2, 2, 7)}, ("x",), _interleave_qkv),
+    _layout_case("split", "uneven", {"x": (3, 2, 4, 11)}, ("a", "b"), lambda x: (x.narrow(-1, 0, 8), x.narrow(-1, 8, 3)), first=8),
+    _layout_case("split", "no_rows", {"x": (0, 6)}, ("a", "b"), lambda x: (x.narrow(-1, 0, 1), x.narrow(-1, 1, 5)), first=1),
+    _layout_case("concat", "uneven", {"a": (5, 3, 8), "b": (5, 3, 3)}, ("x",), lambda a, b: (torch.cat((a, b), -1),)),
+    _layout_case("concat", "no_rows", {"a": (0, 8), "b": (0, 3)}, ("x",), lambda a, b: (torch.cat((a, b), -1),)),
+    _layout_case("unflatten_heads", "plain", {"x": (5, 2, 33)}, ("y",), lambda x: (torch.stack(x.chunk(3, -1), -2),), heads=3),
+    _layout_case("flatten_heads", "plain", {"x": (5, 2, 3, 11)}, ("y",), lambda x: (torch.cat(x.unbind(-2), -1),)),
+    _layout_case("expand_heads", "plain", {"x": (5, 2, 1, 11)}, ("y",), lambda x: (torch.cat([x] * 3, -2),), heads=3),
+    _layout_case("sum_heads", "plain", {"x": (5, 2, 3, 11)}, ("y",), lambda x: (x.sum(-2, keepdim=True),)),
+    _layout_case("sum_heads", "no_rows", {"x": (0, 3, 11)}, ("y",), lambda x: (x.sum(-2, keepdim=True),)),
 )  # fmt: skip
 # sizes that reach more than one tile of a kernel
 LARGE: tuple[OpCase, ...] = (
@@ -390,13 +431,14 @@ def place(t: Tensors, device: str, diff: tuple[str, ...], how: str = "plain") ->
 
 
 def gradients(case: OpCase, call: Callable[[Tensors], tuple], t: Tensors, douts: list[torch.Tensor] | None, gen=None,
-              upto: int | None = None):  # fmt: skip
-    """(outputs, cotangents, gradients by name); cotangents are drawn where None. ``upto``: only that many outputs get one."""
+              upto: int | None = None, how: str = "plain"):  # fmt: skip
+    """(outputs, cotangents, gradients by name); cotangents are drawn where None, and lie in memory as ``how`` says (see
+    ``place``). ``upto``: only that many outputs get one."""
     outs = call(t)
     if douts is None:
         douts = [torch.randn(o.shape, generator=gen, dtype=torch.float64) for o in outs]
         douts = [torch.where(torch.isfinite(o.detach().cpu()), d, 0.0) for o, d in zip(outs, douts, strict=True)]
-    given = [d.to(o.device, o.dtype) for d, o in zip(douts, outs, strict=True)]
+    given = [place({"d": d.to(o.dtype)}, str(o.device), (), how)[0]["d"] for d, o in zip(douts, outs, strict=True)]
     pairs = [(o, d) for o, d in list(zip(outs, given, strict=True))[:upto] if o.requires_grad]
     grads = torch.autograd.grad([o for o, _ in pairs], [t[n] for n in case.diff], [d for _, d in pairs], allow_unused=True)
     return outs, douts, {n: torch.zeros_like(t[n]) if g is None else g for n, g in zip(case.diff, grads, strict=True)}
@@ -420,7 +462,7 @@ def hold(case: OpCase, device: str, dtype: torch.dtype, how: str = "plain", seed
     before = {n: x.detach().clone() for n, x in t.items()}
     oracle.poison(*(torch.empty(o.shape, dtype=dtype, device=device) for o in truth))
     try:
-        outs, _, grads = gradients(case, lambda t: case.ours(t, **kw), t, rounded, upto=upto)
+        outs, _, grads = gradients(case, lambda t: case.ours(t, **kw), t, rounded, upto=upto, how=how)
     except PlanError as error:
         raise Declined(declined(error)) from None
     for i, (o, r, p) in enumerate(zip(outs, truth, peer, strict=True)):

@@ -110,6 +110,17 @@ class RandomGraph:
             self.extra.append(lse)
         self.stream.append(self.op("qkv_merge", q=out, k=k, v=v))
 
+    def _heads(self):
+        x = self.op("unflatten_heads", x=self.pick(), heads=2)
+        own, shared = self.op("split", x=x, first=self.random.choice((1, 5)))
+        if self.random.random() < 0.7:  # one head for both; else the parts trade places
+            shared = self.op("expand_heads", x=self.op("sum_heads", x=shared), heads=2)
+        parts = (own, shared) if self.random.random() < 0.5 else (shared, own)
+        if self.random.random() < 0.3:  # a split of which one part is read
+            own, rest = self.op("split", x=x, first=3)
+            parts = (rest, self.op("split", x=x, first=3)[0])
+        self.stream.append(self.op("flatten_heads", x=self.op("concat", a=parts[0], b=parts[1])))
+
     def table(self, values: torch.Tensor) -> str:
         name = f"x{len(self.names)}"
         t = values.to(getattr(torch, self.dtype))
@@ -130,4 +141,4 @@ class RandomGraph:
         self.stream.append(self.op(name, x=self.pick(), group="tp", size=1))
 
 
-STEPS = ("add", "norm", "norm", "linear", "mlp", "mlp", "bda", "attention", "attention", "loss", "collective")
+STEPS = ("add", "norm", "norm", "linear", "mlp", "mlp", "bda", "attention", "attention", "heads", "loss", "collective")

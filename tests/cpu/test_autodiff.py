@@ -14,7 +14,7 @@ from layerplan.integration.graph.ops.table import op_table
 from layerplan.integration.graph.verify import verify
 from layerplan.integration.planner.policy import Policy
 from layerplan.integration.planner.runner import Runner
-from layerplan.kernels.reference.eager import reference_launch
+from layerplan.kernels.common.evaluate import reference_launch
 from tests.cases.random_graphs import RandomGraph
 
 torch.set_num_threads(1)

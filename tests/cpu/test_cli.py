@@ -45,7 +45,7 @@ def test_commands_and_flags_are_frozen():
     assert _flags(typer.main.get_command(cli.app)) == {
         "doctor": ["--json"],
         "explain": ["op", "--shape", "--arch", "--attr", "--policy", "--engine", "--json"],
-        "plan": ["recipe", "overrides", "--arch", "--json"],
+        "plan": ["recipe", "overrides", "--arch", "--save", "--json"],
         "pretrain": ["recipe", "overrides", "--dry-run"],
         "data prepare": ["inputs", "--output-prefix", "--tokenizer", "--vocab-size", "--jsonl-key"],
         "complete": ["checkpoint", "prompt", "--max-new-tokens", "--temperature", "--seed"],
@@ -179,6 +179,25 @@ def test_an_unknown_recipe_is_refused_with_the_close_name(command):
 def test_a_wrong_override_is_refused_with_the_close_field():
     result = run("plan", "gpt_tiny", "train.stpes=3", "--arch", "sm_90")
     assert result.exit_code == 2 and "stpes" in result.stderr and "steps" in result.stderr
+
+
+def test_plan_saves_a_file_that_a_recipe_can_pin_and_refuses_what_it_cannot_write_or_read(tmp_path):
+    from layerplan.integration.planner import plan_file
+
+    file = tmp_path / "plan.json"
+    result = run("plan", "gpt_tiny", "--arch", "sm_90", "--save", str(file), "--json")
+    assert result.exit_code == 0, result.stderr
+    shown = {row["engine"] for g in json.loads(result.stdout)["graphs"] for row in g["regions"]}
+    pins = plan_file.load(file)
+    assert pins.archs() == ("sm_90",) and {p.engine for p in pins.of_arch("sm_90").values()} == shown - {"runner"}
+    again = run("plan", "gpt_tiny", f"plan.file={file}", "--arch", "sm_90", "--json")
+    candidates = [c for g in json.loads(again.stdout)["graphs"] for row in g["regions"] for c in row["candidates"] if c["chosen"]]
+    assert candidates and all(c["reason"] == f"pinned by plan.file = {file}" for c in candidates)
+    result = run("plan", "gpt_tiny", "--save", str(tmp_path / "none" / "p.json"))
+    assert result.exit_code == 2 and "--save" in result.stderr and "cannot be written" in result.stderr
+    file.write_text("{")
+    result = run("plan", "gpt_tiny", f"plan.file={file}")
+    assert result.exit_code == 2 and "plan.file" in result.stderr and "cannot be read" in result.stderr and "--save" in result.stderr
 
 
 # ---- extras ----------------------------------------------------------------------------------------------------------

@@ -119,6 +119,36 @@ def test_a_file_that_is_not_text_is_refused_when_named_and_counted_in_a_folder(t
     assert [s.rpartition("/")[2] for s in skipped.files] == ["bad.txt"]
 
 
+def test_a_prefix_inside_an_input_folder_is_never_read_back(corpus, tmp_path):
+    """The same inputs give the same bytes, however often; with a sample index, another dataset and a killed run's rest beside them."""
+    first, _, skipped = prepare([corpus], corpus / "set", tokenizer="byte")
+    assert skipped.prepared == 0
+    bytes_of = {suffix: (corpus / f"set.{suffix}").read_bytes() for suffix in SUFFIXES}
+    (corpus / "set.cache" / "1-2").mkdir(parents=True)
+    (corpus / "set.cache" / "1-2" / "description.txt").write_text("index")
+    (corpus / ".set.k1lled.preparing").mkdir()
+    (corpus / ".set.k1lled.preparing" / "data.tokenizer.json").write_text("{}")
+    prepare([corpus / "b.txt"], corpus / "inner" / "other", tokenizer="byte")
+    again, _, skipped = prepare([corpus], corpus / "set", tokenizer="byte")
+    assert again == first and skipped.prepared == 4
+    assert {suffix: (corpus / f"set.{suffix}").read_bytes() for suffix in SUFFIXES} == bytes_of
+    (corpus / "set.idx").unlink()  # a run that was killed between its renames: the prefix is still the one to be written
+    assert prepare([corpus], corpus / "inner" / ".." / "set", tokenizer="byte")[0] == first
+    for name in ("set.tokenizer.json", "set.bin", "inner/other.tokenizer.json"):
+        with pytest.raises(PrepareError, match=r"belongs to a prepared dataset; name the text"):
+            prepare([corpus / name], corpus / "set", tokenizer="byte")
+    prepare([corpus], tmp_path / "elsewhere", tokenizer="byte")
+    assert (tmp_path / "elsewhere.bin").read_bytes() == bytes_of["bin"]
+
+
+def test_a_file_that_only_looks_like_a_tokenizer_is_text(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.tokenizer.json").write_text('{"no": "dataset"}')
+    (tmp_path / "d" / "b.cache").mkdir()
+    (tmp_path / "d" / "b.cache" / "c.txt").write_text("text")
+    assert prepare([tmp_path / "d"], tmp_path / "out", tokenizer="byte")[0].documents == 2
+
+
 def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path):
     with pytest.raises(TokenizerError, match="vocab_size = 100: must be at least 258"):
         train_bpe([TEXT], 100)
@@ -188,6 +218,22 @@ def test_metrics_of_steps_that_are_run_again_are_replaced_and_a_cut_last_line_is
     assert [(r["step"], r["loss"]) for r in read_metrics(second.path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
     Metrics(tmp_path, 0).close()
     assert len(read_metrics(tmp_path / "metrics.1.jsonl")) == 4 and read_metrics(second.path) == []
+
+
+def test_the_validation_loss_is_drawn_beside_the_loss(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from layerplan.integration.training.plots import plot_loss, write_tensorboard
+
+    rows = [{"step": s, "loss": 5.0 - s / 10} | ({"validation_loss": 5.5 - s / 10} if s % 4 == 0 else {}) for s in range(1, 13)]
+    for name, keep in (("with", True), ("without", False)):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({k: v for k, v in r.items() if keep or k != "validation_loss"}) + "\n" for r in rows))  # fmt: skip
+        assert plot_loss(tmp_path / f"{name}.jsonl", tmp_path / f"{name}.png")
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
+    events = EventAccumulator(str(write_tensorboard(tmp_path / "with.jsonl", tmp_path / "events"))).Reload()
+    assert [(e.step, round(e.value, 3)) for e in events.Scalars("validation_loss")] == [(4, 5.1), (8, 4.7), (12, 4.3)]
+    assert len(events.Scalars("loss")) == 12
 
 
 def test_a_broken_line_in_the_middle_of_metrics_is_an_error_with_its_number(tmp_path):

@@ -31,6 +31,7 @@ def fake(monkeypatch):
 
     def install(torch=HEALTHY, driver="580.1", packages=None, requires=(), env=None):
         monkeypatch.setattr(doctor, "probe_torch", lambda timeout: dict(torch))
+        monkeypatch.setattr(doctor, "probe_import", lambda module, timeout: None)
         monkeypatch.setattr(doctor, "_driver", lambda: {"version": driver})
         monkeypatch.setattr(doctor, "relevant_environment", lambda: dict(env or {}))
         if packages is not None:
@@ -117,7 +118,7 @@ def test_a_package_that_is_installed_twice_is_a_problem(fake):
 
 def test_a_half_removed_package_does_not_stop_the_report(fake):
     facts = fake(packages=[*_packages(**CLEAN), (None, "1.0", "site-packages")])
-    assert facts["packages"]["torch"] == "2.11.0" and facts["problems"] == []
+    assert facts["packages"]["torch"]["version"] == "2.11.0" and facts["problems"] == []
 
 
 def test_a_driver_without_a_visible_gpu_is_a_problem(fake):
@@ -167,7 +168,7 @@ def test_a_wrong_variable_is_a_problem_and_not_the_end(fake, monkeypatch):
 
 
 def test_a_missing_package_of_an_engine_is_its_reason(fake, monkeypatch):
-    monkeypatch.setattr(type(MANIFEST[0]), "missing_package", lambda self: "triton" if "triton" in self.needs else None)
+    monkeypatch.setattr(type(MANIFEST[0]), "absent", lambda self: "needs 'triton'" if "triton" in self.needs else None)
     rows = {e["id"]: e for e in fake(packages=_packages(**CLEAN))["engines"] if e["arch"] == "sm_90"}
     assert not rows["pointwise/inductor"]["runs"] and "'triton'" in rows["pointwise/inductor"]["reason"]
 

@@ -116,14 +116,24 @@ def test_an_unknown_recipe_suggests_the_right_one():
         (["parallel.tensor=2", "parallel.sequence=true", "plan.layers=megatron_local"], "parallel.sequence"),
         (["parallel.overlap_param_gather=true"], "parallel.overlap_param_gather"), (["train.global_batch=7"], "train.global_batch"),
         (["schedule.warmup_steps=400"], "schedule.warmup_steps"), (["schedule.decay_steps=10"], "schedule.warmup_steps"),
-        (["optimizer.min_lr=1"], "optimizer.min_lr"), (["checkpoint.every_steps=5"], "checkpoint.every_steps"), (["data.split=1,2"], "data.split"),
+        (["optimizer.min_lr=1"], "optimizer.min_lr"), (["train.eval_every_steps=-1"], "train.eval_every_steps"),
+        (["train.eval_batches=0"], "train.eval_batches"), (["train.eval_every_steps=5"], "data.split"),
+        (["train.eval_every_steps=5", "data.split=99,0,1"], "data.split"), (["plan.file=p.json", "plan.layers=megatron_local"], "plan.file"),
+        (["plan.file=p.json", "plan.policy=reference"], "plan.file"), (["checkpoint.every_steps=5"], "checkpoint.every_steps"), (["data.split=1,2"], "data.split"),
         (["data.split=0,1,1"], "data.split"), (["plan.recompute=selective", "plan.recompute_modules=wings"], "plan.recompute_modules"),
+        (["plan.recompute=selective", "plan.recompute_modules=moe_act"], "plan.recompute_modules"),
         (["model.hidden_dropout=1.0"], "model.hidden_dropout"), (["train.steps=0"], "train.steps"), (["optimizer.lr=0"], "optimizer.lr"),
         (["checkpoint.keep=0"], "checkpoint.keep"), (["plan.arch=sm_42"], "plan.arch"), (["optimizer.beta2=-0.1"], "optimizer.beta2"),
     ],
 )  # fmt: skip
 def test_a_rule_that_is_broken_names_its_field(overrides, field):
     assert field in problems_of("gpt_tiny", *overrides)
+
+
+def test_a_plan_file_pins_what_is_not_under_the_reference_policy():
+    for split in ("data.split=98,2,0", "data.split=969, 30, 1"):
+        assert load_recipe("gpt_tiny", ["train.eval_every_steps=5", split]).validate() == []
+    assert load_recipe("gpt_tiny", ["plan.file=p.json", "plan.policy=reference", "plan.per_module=*.mlp=auto"]).validate() == []
 
 
 def test_all_problems_come_in_one_error():

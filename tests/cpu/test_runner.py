@@ -21,6 +21,14 @@ def mlp_runner(**kw):
     return Runner(build, ("x", "w1", "w2"), policy=Policy(), name="mlp", **kw)
 
 
+def linear_runner(**kw):
+    def build(x, w):
+        b, s = GraphBuilder(), SpecMaker()
+        return b.build([b.op("linear", x=b.input("x", s(x, "*t k!")), weight=b.input("weight", s(w, "n! k!"), weight=True))])
+
+    return Runner(build, ("x", "weight"), policy=Policy(), name="linear", **kw)
+
+
 def weights(dtype=torch.float32, main_grad=False, flag=True, seed=0):
     gen = torch.Generator().manual_seed(seed)
     ps = [torch.nn.Parameter((torch.randn(s, generator=gen) * 0.3).to(dtype)) for s in ((16, 8), (8, 8))]
@@ -153,9 +161,34 @@ def test_retain_graph_gives_the_same_gradient_again():
 
 
 def test_double_backward_is_refused_with_a_clear_error():
-    x, w = batch().requires_grad_(), torch.randn(4, 8, requires_grad=True)
-    with pytest.raises(RuntimeError, match="double backward"):
-        torch.autograd.grad(ops.linear(x, w).sum(), x, create_graph=True)
+    x = batch().requires_grad_()
+    for _ in range(2):  # the first backward plans, later ones go without that step
+        with pytest.raises(RuntimeError, match="double backward"):
+            torch.autograd.grad(ops.swiglu(x).sum(), x, create_graph=True)
+        torch.autograd.grad(ops.swiglu(x).sum(), x)
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_one_library_call_is_left_to_its_own_autograd_and_gives_what_the_plan_gives(needs):
+    runner = linear_runner()
+    x, w = (t.requires_grad_(n) for t, n in zip((batch(), torch.randn(4, 8)), needs, strict=True))
+    dy = torch.randn(6, 4)
+    wanted = [t for t in (x, w) if t.requires_grad]
+    y = runner(x, w)
+    library = torch.autograd.grad(y, wanted, dy)
+    assert "Mm" in y.grad_fn.name() or "Addmm" in y.grad_fn.name(), y.grad_fn.name()
+    own = runner(x, w, sink=WeightGrads({}))
+    assert "linear" in own.grad_fn.name()
+    torch.testing.assert_close(y, own, rtol=0, atol=0)
+    for a, b in zip(library, torch.autograd.grad(own, wanted, dy), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_a_plan_with_two_engines_or_a_save_policy_is_not_left_to_a_library():
+    x, w, b = batch().requires_grad_(), torch.randn(4, 8, requires_grad=True), torch.randn(4, requires_grad=True)
+    assert "linear" in ops.linear(x, w, b).grad_fn.name()  # the bias gradient is another engine's
+    again = linear_runner(recompute=frozenset({"linear"}))
+    assert "linear" in again(x, w).grad_fn.name()
 
 
 def test_saved_tensor_that_was_changed_in_place_is_an_error():

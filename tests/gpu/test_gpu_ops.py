@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from layerplan.integration import ops
+from layerplan.integration.planner.planner import PlanError
 from layerplan.integration.planner.policy import Policy
 from tests import oracle
-from tests.cases.catalogue import BY_ID, CASES, LARGE, Declined, engines_for, hold
+from tests.cases.catalogue import BY_ID, CASES, LARGE, Declined, declined, engines_for, hold
 
 # a generated kernel costs seconds a region: each kind of region once
 GENERATED = ("rms_norm-odd_769", "rms_norm-fp32_weight_all", "layer_norm-bias_zero_centred", "rms_norm-no_rows", "swiglu-clamp_weights",
@@ -21,9 +22,11 @@ PLACED += [(c, how, "pointwise/inductor") for c in GENERATED[:10] for how in ("s
 
 def _run(name, dtype, engine, how="plain"):
     try:
-        # no engine but the reference has a gradient from the LSE: the others are asked for the output's alone
-        hold(BY_ID[name], "cuda", dtype, how, engine=engine, upto=1 if engine.startswith("attention/") else None)
+        # torch's attention has no gradient from the LSE: it is asked for the output's alone
+        hold(BY_ID[name], "cuda", dtype, how, engine=engine, upto=1 if engine.startswith("attention/torch") else None)
     except Declined as reason:
+        if "LSE gradient" in str(reason):
+            return hold(BY_ID[name], "cuda", dtype, how, engine=engine, upto=1)
         assert not engine.startswith("reference/"), f"the reference must take everything: {reason}"
         pytest.skip(f"{engine} declines: {reason}")
 
@@ -68,11 +71,14 @@ def test_deterministic_policy_gives_bitwise_equal_reruns(name):
             oracle.equal(a, b, f"{name}: result {i} of run {run}")
 
 
-@pytest.mark.parametrize("engine", ["attention/torch_cudnn", "attention/torch_flash"])
+@pytest.mark.parametrize("engine", [e for e in engines_for("sdpa", "cuda") if not e.startswith("reference/")])
 def test_attention_layouts_agree(engine):
     gen = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 130, h, 64, generator=gen).to("cuda", torch.bfloat16) for h in (4, 2, 2))
-    a = ops.attention(q, k, v, causal=True, engine=engine)
+    try:
+        a = ops.attention(q, k, v, causal=True, engine=engine)
+    except PlanError as error:
+        pytest.skip(f"{engine} declines: {declined(error)}")
     b = ops.attention(*(x.transpose(0, 1) for x in (q, k, v)), causal=True, layout="sbhd", engine=engine)
     oracle.equal(b.transpose(0, 1), a, engine)
 

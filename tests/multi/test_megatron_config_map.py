@@ -21,7 +21,6 @@ from layerplan.integration.megatron.config_map import (
     check_config,
     raise_for,
 )
-from layerplan.integration.settings import Settings
 
 CLASSES = (TransformerConfig, MLATransformerConfig)
 
@@ -139,14 +138,6 @@ def test_attention_backends_other_than_auto_are_refused_by_name():
     assert (problem.field, problem.value) == ("attention_backend", "local")
 
 
-@pytest.mark.parametrize("set_too", [False, True])
-def test_deterministic_mode_needs_the_setting_too(monkeypatch, set_too):
-    monkeypatch.setattr(config_map, "settings", lambda: Settings(deterministic=set_too))
-    config = dense()
-    config.deterministic_mode = True
-    assert fields_named(config) == ([] if set_too else ["deterministic_mode"])
-
-
 def test_fused_residual_norm_is_refused_only_beside_layernorm_recompute():
     config = dense(recompute_granularity="selective", recompute_modules=["layernorm"])
     assert fields_named(config) == []
@@ -156,13 +147,11 @@ def test_fused_residual_norm_is_refused_only_beside_layernorm_recompute():
     assert fields_named(config) == []
 
 
-def test_latent_attention_with_tp_and_whole_sequences_needs_the_guards():
+def test_latent_norms_with_tp_and_whole_sequences_need_the_guard():
     config = latent(tensor_model_parallel_size=2, qk_layernorm=True)
     found = check_config(config)
-    assert len(found) == 2 and all("compat.apply(*compat.GUARDS)" in p.remedy for p in found)
-    with compat.apply("mla-rope-key-gradient"):
-        assert len(check_config(config)) == 1
-    with compat.apply(*compat.GUARDS):
+    assert len(found) == 1 and "compat.apply(*compat.GUARDS)" in found[0].remedy
+    with compat.apply("mla-qk-norm-gradient"):
         assert check_config(config) == []
     config.sequence_parallel = True
     assert check_config(config) == []
@@ -172,12 +161,71 @@ def test_latent_attention_with_tp_and_whole_sequences_needs_the_guards():
     importlib.util.find_spec("transformer_engine") is not None, reason="the fault shows without Transformer Engine only"
 )
 def test_recompute_that_calls_transformer_engine_without_it_needs_the_guard():
-    recompute = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mla_up_proj"]}
-    config = latent(**recompute)
-    assert fields_named(config) == ["recompute_modules"]
+    def recomputing(make, *modules, **fields):
+        config = make(recompute_granularity="selective", **fields)
+        config.recompute_modules = list(modules)  # past __post_init__, which keeps moe_act for grouped experts
+        return config
+
+    config = recomputing(latent, "layernorm", "mla_up_proj", "moe_act")
+    assert [(p.field, p.value) for p in check_config(config)] == [("recompute_modules", "['layernorm']")]
     with compat.apply("checkpoint-fp8-flag"):
         assert check_config(config) == []
-    assert fields_named(dense(recompute_granularity="selective", recompute_modules=["layernorm"])) == []
+    assert fields_named(recomputing(latent, "mla_up_proj", "moe_act")) == [], "save policies of the plans call nothing of it"
+    assert fields_named(recomputing(dense, "layernorm", "moe_act")) == []
+    assert fields_named(recomputing(dense, "moe_act", num_moe_experts=2)) == ["recompute_modules"]
+
+
+@pytest.mark.parametrize(
+    "make, sizes, field, numbers, remedy",
+    [
+        (dense, {"num_attention_heads": 6, "num_query_groups": 4}, "num_attention_heads, num_query_groups", "6, 4", "multiple of 4"),
+        (dense, {"num_attention_heads": 6, "num_query_groups": 2, "tensor_model_parallel_size": 4},
+         "num_attention_heads, tensor_model_parallel_size", "6, 4", "divisor of 6"),
+        (dense, {"num_attention_heads": 12, "num_query_groups": 3, "tensor_model_parallel_size": 4},
+         "num_query_groups, tensor_model_parallel_size", "3, 4", "multiple or a divisor of 4"),
+        (dense, {"num_attention_heads": 12, "num_query_groups": 6, "tensor_model_parallel_size": 4},
+         "num_query_groups, tensor_model_parallel_size", "6, 4", "multiple or a divisor of 4"),
+        (dense, {"ffn_hidden_size": 6, "tensor_model_parallel_size": 4}, "ffn_hidden_size, tensor_model_parallel_size", "6, 4", "multiple of 4"),
+        (dense, {"kv_channels": 0}, "kv_channels", "0", "set kv_channels"),
+        (dense, {"num_query_groups": 0}, "num_query_groups", "0", "set num_query_groups"),
+        (dense, {"num_attention_heads": 2.0}, "num_attention_heads", "2.0", "set num_attention_heads"),
+        (latent, {"num_attention_heads": 6, "num_query_groups": 6, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+         "num_attention_heads, tensor_model_parallel_size", "6, 4", "divisor of 6"),
+        (latent, {"num_query_groups": 2}, "num_query_groups, num_attention_heads", "2, 4", "num_query_groups = 4"),
+        (latent, {"qk_pos_emb_head_dim": 7}, "qk_pos_emb_head_dim", "7", "8"),
+        (latent, {"rotary_interleaved": True}, "rotary_interleaved", "True", "rotary_interleaved = False"),
+        (latent, {"rope_type": "alibi"}, "rope_type", "alibi", "set one of them"),
+        (latent, {"no_rope_freq": 2}, "no_rope_freq", "2", "no_rope_freq = None"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused_with_both_numbers_and_a_remedy(make, sizes, field, numbers, remedy):
+    config = make(ffn_hidden_size=96)
+    for name, value in sizes.items():
+        setattr(config, name, value)  # past __post_init__, whose own error would come alone
+    (problem,) = check_config(config)
+    assert problem.field == field and numbers in str(problem) and remedy in problem.remedy
+
+
+@pytest.mark.parametrize("heads, groups, tp", [(8, 8, 4), (8, 4, 4), (8, 2, 4), (8, 1, 8), (12, 4, 2), (12, 2, 4)])
+def test_sizes_that_megatron_divides_over_the_ranks_are_accepted(heads, groups, tp):
+    config = dense(ffn_hidden_size=96)
+    config.num_attention_heads, config.num_query_groups, config.tensor_model_parallel_size = heads, groups, tp
+    assert check_config(config) == []
+
+
+def test_all_sizes_that_do_not_divide_come_in_one_error_together_with_the_rest():
+    config = dense(ffn_hidden_size=90)
+    config.num_attention_heads, config.num_query_groups, config.tensor_model_parallel_size = 10, 3, 4
+    config.fp8 = "hybrid"
+    with pytest.raises(ConfigError) as caught:
+        raise_for(config)
+    assert sorted(p.field for p in caught.value.problems) == [
+        "ffn_hidden_size, tensor_model_parallel_size",
+        "fp8",
+        "num_attention_heads, num_query_groups",
+        "num_attention_heads, tensor_model_parallel_size",
+        "num_query_groups, tensor_model_parallel_size",
+    ]
 
 
 def test_field_of_another_megatron_is_refused_when_it_is_set():

@@ -1,4 +1,7 @@
-"""MLA under tensor without sequence parallelism: gradients on two ranks, with and without the guards."""
+"""MLA under tensor without sequence parallelism: gradients on two ranks, with and without the guards.
+
+Megatron's own MLASelfAttention on our linears needs the guards; ours sums the rotary key's gradient in its plan.
+"""
 
 import pytest
 from harness import run_ranks
@@ -10,10 +13,20 @@ MLA = {
 }  # fmt: skip
 
 
-def _spec(config):
+def _ours(config):
     from layerplan.integration.megatron.specs import gpt_block_spec
 
     return gpt_block_spec(config)
+
+
+def _megatrons(config):
+    """Our block spec with Megatron's attention module."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    spec = _ours(config)
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.module = MLASelfAttention
+    return spec
 
 
 def _gradients():
@@ -25,9 +38,8 @@ def _gradients():
 
     seen = {}
     with megatron_on_cpu():
-        run = TinyRun(tp=2, spec=_spec, config_class=MLATransformerConfig, **MLA)
 
-        def measure():
+        def measure(run):
             run.backward()
             apart, norms = {}, {}
             for name, param in run.gpt.named_parameters():
@@ -43,11 +55,13 @@ def _gradients():
                     apart[f"{name} rotary rows"] = ((rotary[0] - rotary[1]).norm() / rotary[0].norm()).item()
             return [apart, norms]
 
-        seen["guarded"] = measure()
-        for name in ("mla-rope-key-gradient", "mla-qk-norm-gradient"):
-            compat._release(name)
-            seen[name] = measure()
-            compat.apply(name)
+        for kind, spec in (("megatron", _megatrons), ("layerplan", _ours)):
+            run = TinyRun(tp=2, spec=spec, config_class=MLATransformerConfig, **MLA)
+            seen[kind] = measure(run)
+            for name in ("mla-rope-key-gradient", "mla-qk-norm-gradient"):
+                compat._release(name)
+                seen[f"{kind} without {name}"] = measure(run)
+                compat.apply(name)
     return seen
 
 
@@ -56,20 +70,31 @@ def gradients():
     return run_ranks("test_megatron_guards:_gradients", world=2, timeout=120)[0]
 
 
-def test_replicated_gradients_are_equal_on_both_ranks_with_the_guards(gradients):
-    apart, norms = gradients["guarded"]
+def _apart(row):
+    apart, norms = row
     assert any("rotary rows" in name for name in apart) and all(norm > 0 for norm in norms.values())
-    assert max(apart.values()) < 1e-5, apart
+    return apart
 
 
-def test_rotary_key_gradient_differs_between_ranks_without_its_guard(gradients):
-    apart, _ = gradients["mla-rope-key-gradient"]
+@pytest.mark.parametrize("run", ["megatron", "layerplan", "layerplan without mla-rope-key-gradient"])
+def test_replicated_gradients_are_equal_on_both_ranks(gradients, run):
+    assert max(_apart(gradients[run]).values()) < 1e-5
+
+
+def test_both_attention_modules_have_the_same_gradients(gradients):
+    theirs, ours = gradients["megatron"][1], gradients["layerplan"][1]
+    assert ours == {name: pytest.approx(norm, rel=1e-4) for name, norm in theirs.items()}
+
+
+def test_rotary_key_gradient_differs_between_ranks_in_megatrons_without_its_guard(gradients):
+    apart = _apart(gradients["megatron without mla-rope-key-gradient"])
     # each rank has the sum over its own half of the heads, which has little to do with the other's
     assert all(value > 0.1 for name, value in apart.items() if "rotary rows" in name), apart
 
 
-def test_query_norm_gradient_is_twice_too_large_without_its_guard(gradients):
-    right, wrong = gradients["guarded"][1], gradients["mla-qk-norm-gradient"][1]
+@pytest.mark.parametrize("kind", ["megatron", "layerplan"])
+def test_query_norm_gradient_is_twice_too_large_without_its_guard(gradients, kind):
+    right, wrong = gradients[kind][1], gradients[f"{kind} without mla-qk-norm-gradient"][1]
     names = [name for name in right if "q_layernorm" in name]
     assert names and all(wrong[name] == pytest.approx(2 * right[name], rel=1e-5) for name in names)
     others = [name for name in right if "q_layernorm" not in name]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from harness import run_ranks
+from training_plans import MATCHING
 from training_ranks import RESUME_CASES
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "training_losses.json"
@@ -17,7 +19,7 @@ DAMAGES = {"flipped_bit": "SHA-256 differs", "truncated": "must have", "half_wri
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     pytest.importorskip("megatron.core")
-    return run_ranks("training_ranks:one_rank", 1, 240, folder=str(tmp_path_factory.mktemp("one")))[0]
+    return run_ranks("training_ranks:one_rank", 1, 420, folder=str(tmp_path_factory.mktemp("one")))[0]
 
 
 @pytest.mark.parametrize("case", RESUME_CASES)
@@ -101,3 +103,117 @@ def test_completions_are_the_same_for_the_same_seed_and_bad_requests_are_refused
     assert found["seeded"][0] == found["seeded"][1] != found["other_seed"]
     assert all(name in found["empty"] for name in ("prompt", "max_new_tokens", "temperature"))
     assert "holds no whole checkpoint" in found["nothing"]
+
+
+# ---- plan files ------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_keeps_the_pinned_engine_though_ranking_would_choose_another(result):
+    pins = result["pins"]
+    assert pins["kept"]["state"] == pins["whole"]["state"]
+    assert pins["kept"]["rows"] == {s: pins["whole"]["rows"][s] for s in ("4", "5")}
+    assert pins["kept_engines"]["sdpa"] == pins["kept_engines"]["sdpa_bwd"] == ["attention/torch_cpu"]
+    assert not [line for line in pins["kept"]["said"] if "plan differs" in line]
+
+
+def test_a_resumed_run_without_pins_plans_anew_and_says_what_differs(result):
+    pins = result["pins"]
+    assert pins["free_engines"]["sdpa"] == ["reference/eager"]
+    said = [line for line in pins["free"]["said"] if "plan differs" in line]
+    assert [line.partition("plan.json: ")[2] for line in said] == [
+        "sdpa runs on reference/eager, was attention/torch_cpu", "sdpa_bwd runs on reference/eager, was attention/torch_cpu"]  # fmt: skip
+    assert any("sdpa runs on reference/eager, was attention/torch_cpu" in line for line in pins["without"])
+
+
+def test_a_pin_that_no_longer_fits_stops_with_its_file_the_reason_and_the_remedy(result):
+    gone = result["pins"]["gone"]
+    assert gone.startswith("PlanError") and "step_0000003/plan.json pins attention/torch_cpu" in gone
+    assert "attention/torch_cpu: it was taken out" in gone and "set checkpoint.pin_plan=false" in gone
+
+
+def test_a_region_that_the_checkpoint_did_not_run_is_said(result):
+    said = [line for line in result["pins"]["new_region"] if "plan differs" in line]
+    assert said and all("new region linear_wgrad runs on linear/torch" in line for line in said)
+    assert any("plan.policy = 'reference'" in line for line in result["pins"]["other_policy"])
+
+
+def test_a_checkpoints_plan_file_that_cannot_be_read_stops_the_run_unless_nothing_is_pinned(result):
+    pins = result["pins"]
+    for name, why in (("half", "cannot be read"), ("old", "format 2")):
+        assert pins[name].startswith("RecipeError") and "checkpoint.pin_plan = True" in pins[name]
+        assert "plan.json" in pins[name] and why in pins[name] and "set checkpoint.pin_plan=false" in pins[name]
+    assert any("what differs from it cannot be said" in line for line in pins["half_unpinned"])
+    assert any("resumed at step 3" in line for line in pins["half_unpinned"])
+
+
+def test_pins_of_another_arch_do_not_apply_and_that_is_said_once(result):
+    for said in (result["pins"]["other_arch"], result["plan_files"]["foreign"]):
+        lines = [line for line in said if "do not apply" in line]
+        assert len(lines) == 1 and "pins for sm_90, this run is on cpu" in lines[0]
+        assert not any("plan differs" in line for line in said)
+
+
+@pytest.mark.parametrize("case", MATCHING)
+def test_a_plan_file_made_without_a_model_names_every_region_that_training_runs(result, case):
+    assert result["plan_files"][case] == []
+
+
+@pytest.mark.parametrize(("case", "why"), [("broken", "format 2"), ("absent", "no such file")])
+def test_a_plan_file_that_cannot_be_used_is_refused_by_its_field(result, case, why):
+    said = result["plan_files"][case]
+    assert said.startswith("RecipeError") and f"{case}.json" in said and why in said
+    assert "plan.file = " in said and "layerplan plan RECIPE --save FILE" in said
+
+
+# ---- fused weight gradients, evaluation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["fp32", "bf16", "tied", "megatron_local"])
+def test_weight_gradients_added_within_the_product_change_no_loss(result, case):
+    """The sums are those of the separate product and addition, which BLAS may round once instead of twice: 1e-6 relative in
+    fp32. In bf16 the separate product is rounded to bf16 first, a relative 2^-8 of each micro-batch's gradient: over five steps the
+    losses may move by that times their own change."""
+    fused, plain = (result["fusion"][case][k] for k in ("fused", "plain"))
+    assert fused["added"] == [9] * 5 and plain["added"] == [0] * 5  # qkv, projection, fc1, fc2 of two layers, and the output layer
+    losses = [[loss for loss, _ in run["rows"].values()] for run in (fused, plain)]
+    changed = max(abs(loss - losses[0][0]) for loss in losses[0])
+    tolerance = 1e-6 * losses[0][0] if case != "bf16" else 2**-8 * changed
+    assert all(math.isclose(a, b, rel_tol=0, abs_tol=tolerance) for a, b in zip(*losses, strict=True)), losses
+    assert changed > 0.3
+
+
+@pytest.mark.parametrize("case", ["fp32", "overlap"])
+def test_evaluation_changes_nothing_of_the_training(result, case):
+    found = result["evaluation"][case]
+    assert found["whole"]["rows"] == found["without"]["rows"] and found["whole"]["state"] == found["without"]["state"]
+    assert sorted(found["whole"]["validation"]) == ["2", "4", "5"] and found["without"]["validation"] == {}
+
+
+@pytest.mark.parametrize("case", ["fp32", "overlap"])
+def test_validation_losses_fall_are_the_same_after_a_resume_and_lie_in_the_metrics(result, case):
+    found = result["evaluation"][case]
+    whole = found["whole"]["validation"]
+    assert whole["5"] < whole["2"] - 0.3
+    # the first part ends at step 3, and a run ends with an evaluation
+    assert sorted(found["first"]["validation"]) == ["2", "3"] and found["first"]["validation"]["2"] == whole["2"]
+    assert found["second"]["validation"] == {"4": whole["4"], "5": whole["5"]} and found["second"]["state"] == found["whole"]["state"]
+    rows = [json.loads(line) for line in found["metrics"].splitlines()]
+    assert {str(r["step"]): r["validation_loss"] for r in rows if "validation_loss" in r} == found["first"]["validation"] | found["second"]["validation"]
+    assert found["drawn"] == [True, True]
+
+
+def test_a_step_with_a_validation_loss_is_logged_whatever_logging_every_steps_says(result):
+    rows = [json.loads(line) for line in result["evaluation"]["sparse_metrics"].splitlines()]
+    assert [r["step"] for r in rows if "validation_loss" in r] == [2, 4, 5] == [r["step"] for r in rows]
+
+
+def test_an_evaluation_that_cannot_be_or_is_not_finite_stops_with_its_field_or_step(result):
+    found = result["evaluation"]
+    assert "train.eval_batches = 1000" in found["too_many"] and "data.split = 80,20,0 leaves" in found["too_many"]
+    assert found["nan"].startswith("NotFiniteError") and "validation loss is not finite after step 2 on rank 0" in found["nan"]
+    assert found["nan_left"] == ["step_0000001"]
+
+
+def test_a_rotary_base_that_is_no_whole_number_is_built_as_the_recipe_says(result):
+    said, built = result["rope_base"]
+    assert built == pytest.approx(said, rel=1e-6) and said != pytest.approx(12345 ** (-2 / 8), rel=1e-6)

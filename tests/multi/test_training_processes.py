@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -13,8 +14,12 @@ from pathlib import Path
 import pytest
 from training_ranks import overrides, prepare_data
 
+from layerplan.integration.engines.arch import ARCHS
+from layerplan.integration.planner import plan_file
 from layerplan.integration.training.metrics import FILE, read_metrics
 from layerplan.integration.training.plots import plot_loss
+from layerplan.recipes import load_recipe
+from layerplan.recipes.estimate import estimate_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 150
@@ -116,10 +121,19 @@ def test_a_dry_run_says_what_the_run_would_be_and_refuses_what_it_cannot_be(tmp_
     log = tmp_path / "log"
     code = ("import sys; from layerplan.integration.training.launch import pretrain_command as p; "
             "a = p('llama3_8b', ['plan.arch=sm_90'], True); b = p('gpt_tiny', ['train.step=1', 'optimizer.lr=x'], True); "
-            "c = p('gpt_tiny', ['data.prefix=/nowhere/x'], True); sys.exit(0 if (a, b, c) == (0, 2, 2) else 1)")  # fmt: skip
-    with started(["-c", code], log) as process:
+            "c = p('gpt_tiny', ['data.prefix=/nowhere/x', 'plan.file=/nowhere/p.json'], True); "
+            "d = p('gpt_tiny', ['train.eval_every_steps=50', 'data.split=98,2,0', f'plan.file={sys.argv[1]}'], True); "
+            "sys.exit(0 if (a, b, c, d) == (0, 2, 2, 2) else 1)")  # fmt: skip
+    # a pin that no engine obeys: every linear on the attention engine
+    recipe = estimate_recipe(load_recipe("gpt_tiny"), ARCHS["cpu"])
+    rows = [(arch, key, dataclasses.replace(pin, engine="attention/torch_cpu") if pin.ops == ("linear",) else pin) for arch, key, pin in recipe.pins().rows]
+    plan_file.save(tmp_path / "pins.json", plan_file.Pins(tuple(rows)))
+    with started(["-c", code, str(tmp_path / "pins.json")], log) as process:
         assert process.wait(LIMIT_S) == 0, log.read_text()[-4000:]
     said = log.read_text()
     assert "parameters  8,030,261,248" in said and "memory      about 87." in said
     assert "did you mean train.steps?" in said and "optimizer.lr = 'x': must be a finite number" in said
-    assert "/nowhere/x.idx: no such file" in said
+    assert "/nowhere/x.idx: no such file" in said and "plan.file = '/nowhere/p.json': no such file" in said
+    assert "validation  off" in said and "validation  every 50 steps on 8 batches = 64 sequences" in said
+    assert f"plan file   {tmp_path / 'pins.json'}: {len(rows)} pins for cpu" in said
+    assert "pins attention/torch_cpu" in said and "has no code for linear" in said and "set plan.file=none" in said

@@ -33,6 +33,16 @@ def prepare_data(folder: Path) -> str:
     return str(folder / "text")
 
 
+def prepare_documents(folder: Path) -> str:
+    """The same text as ten documents, since a split takes whole ones."""
+    from layerplan.integration.training.data_prepare import prepare
+
+    lines = write_text(folder / "text.txt").read_text().splitlines()
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": "\n".join(lines[i : i + 90])}) + "\n" for i in range(0, 900, 90)))
+    prepare([folder / "documents.jsonl"], folder / "documents", tokenizer="byte")
+    return str(folder / "documents")
+
+
 def overrides(prefix: str, directory: str | None, *more: str) -> list[str]:
     return [
         f"data.prefix={prefix}", "model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=264", "model.seq_length=32",
@@ -55,26 +65,30 @@ def quiet() -> None:
 
 
 def run(recipe, *, change=None):
-    """Train; returns losses by step, the digest of all parameters and moments, and what was said. ``change(trainer)``
-    may replace parts before it trains."""
+    """Train; returns losses by step, validation losses by step, the digest of all parameters and moments, and what was said.
+    ``change(trainer)`` may replace parts before it trains."""
     from layerplan.integration.training.build import ranks_of
     from layerplan.integration.training.trainer import Trainer
 
-    said, rows = [], {}
+    said, rows, validation = [], {}, {}
     with ranks_of(recipe) as ranks:
         trainer = Trainer(recipe, ranks, say=said.append)
-        step = trainer.run_step
+        step, evaluate = trainer.run_step, trainer.evaluate
 
         def recorded():
             loss, norm = step()
             rows[trainer.step] = [loss, norm]
             return loss, norm
 
-        trainer.run_step = recorded
+        def evaluated():
+            validation[trainer.step] = loss = evaluate()
+            return loss
+
+        trainer.run_step, trainer.evaluate = recorded, evaluated
         if change is not None:
             change(trainer)
         outcome = trainer.train()
-        return {"rows": rows, "state": digest_of(trainer), "said": said, "step": outcome.step, "interrupted": outcome.interrupted}
+        return {"rows": rows, "validation": validation, "state": digest_of(trainer), "said": said, "step": outcome.step, "interrupted": outcome.interrupted}
 
 
 def digest_of(trainer) -> str:
@@ -113,11 +127,14 @@ RESUME_CASES = {
     "overlap": ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true", "precision.dtype=bf16"),
     "megatron_local": ("plan.layers=megatron_local",),
     "recompute": ("plan.recompute=full",),
+    "unfused": ("plan.gradient_accumulation_fusion=false",),
 }
 
 
 def one_rank(folder: str) -> dict:
     """Every scenario of one process: importing Megatron costs more than all of them."""
+    import training_plans
+
     quiet()
     work = Path(folder)
     prefix = prepare_data(work)
@@ -133,6 +150,11 @@ def one_rank(folder: str) -> dict:
     result["refused"] = refusals(work, prefix)
     run(recipe_of(prefix, str(work / "start"), "train.steps=2"))
     result["complete"] = completions(work / "start")
+    result["pins"] = training_plans.pinned_runs(work, prefix) | training_plans.damaged_plans(work, prefix)
+    result["plan_files"] = training_plans.plan_files(work, prefix)
+    result["fusion"] = training_plans.fused_weight_gradients(prefix)
+    result["evaluation"] = training_plans.evaluations(work)
+    result["rope_base"] = training_plans.rope_bases()
     return result
 
 
@@ -260,7 +282,8 @@ def not_finite(work: Path, prefix: str) -> dict:
 
     directory = work / "nan"
     message = refused(lambda: run(recipe_of(prefix, str(directory), "checkpoint.every_steps=2"), change=nan_at(4)))
-    gradient = refused(lambda: run(recipe_of(prefix, str(work / "inf"), "parallel.distributed_optimizer=false"), change=bad_gradient))
+    gradient = refused(lambda: run(recipe_of(prefix, str(work / "inf"), "parallel.distributed_optimizer=false", "plan.gradient_accumulation_fusion=false"),
+                                      change=bad_gradient))  # a fused weight's hook would see the dummy gradient
     left = sorted(p.name for p in directory.glob("step_*"))
     resumed = run(recipe_of(prefix, str(directory)))
     return {"nan": message, "nan_left": left, "inf": gradient, "inf_left": sorted(p.name for p in (work / "inf").glob("step_*")), "nan_resumed": resumed["said"], "nan_rows": sorted(resumed["rows"])}  # fmt: skip
@@ -318,6 +341,7 @@ def refusals(work: Path, prefix: str) -> dict:
     }
 
 
+EVALUATED = ("data.split=80,20,0", "train.eval_every_steps=2", "train.eval_batches=2")
 BITWISE = ("dp2_overlap", "tp2_sp", "pp2")
 LAYOUTS = {
     "dp2": (),
@@ -332,10 +356,25 @@ def start(folder: str) -> dict:
     """Two steps on one rank, where all layouts start (same weights, same moments), and the three that follow them."""
     quiet()
     work = Path(folder)
-    prefix = prepare_data(work)
-    run(recipe_of(prefix, str(work / "start"), "train.steps=2"))
+    prefix = prepare_documents(work)
+    run(recipe_of(prefix, str(work / "start"), *EVALUATED, "train.steps=2"))
     shutil.copytree(work / "start", work / "one")
-    return {"prefix": prefix, "rows": run(recipe_of(prefix, str(work / "one")))["rows"]}
+    one = run(recipe_of(prefix, str(work / "one"), *EVALUATED))
+    return {"prefix": prefix, "rows": one["rows"], "validation": one["validation"]}
+
+
+@contextlib.contextmanager
+def other_settings(**changes):
+    import dataclasses
+
+    from layerplan.integration.training import agreement
+
+    kept = agreement.settings
+    agreement.settings = lambda: dataclasses.replace(kept(), **changes)
+    try:
+        yield
+    finally:
+        agreement.settings = kept
 
 
 def two_ranks(folder: str, prefix: str) -> dict:
@@ -351,24 +390,40 @@ def two_ranks(folder: str, prefix: str) -> dict:
         if rank == 0:
             shutil.copytree(work / "start", directory)
         dist.barrier()
-        result[name] = run(recipe_of(prefix, str(directory), *extra))
+        result[name] = run(recipe_of(prefix, str(directory), *EVALUATED, *extra))
         if name not in BITWISE:
             continue
         keep = "checkpoint.keep=9"  # step 5's must still be there for the straight run
-        cut = run(recipe_of(prefix, str(directory), *extra, keep, "train.steps=6"))
-        more = run(recipe_of(prefix, str(directory), *extra, keep, "train.steps=7"))
+        cut = run(recipe_of(prefix, str(directory), *EVALUATED, *extra, keep, "train.steps=6"))
+        more = run(recipe_of(prefix, str(directory), *EVALUATED, *extra, keep, "train.steps=7"))
         if rank == 0:
             shutil.rmtree(directory / "step_0000006")
             shutil.rmtree(directory / "step_0000007")
         dist.barrier()
-        straight = run(recipe_of(prefix, str(directory), *extra, keep, "train.steps=7"))
+        straight = run(recipe_of(prefix, str(directory), *EVALUATED, *extra, keep, "train.steps=7"))
         result[name] |= {"cut": cut["step"], "straight_steps": sorted(straight["rows"]), "bitwise": straight["state"] == more["state"]}
+
+    def without_a_file(*extra):
+        from layerplan.integration.engines.arch import ARCHS
+        from layerplan.integration.planner import plan_file
+        from layerplan.recipes.estimate import estimate_recipe
+
+        plan_file.save(work / f"made-{rank}.json", estimate_recipe(recipe_of(prefix, None, *extra), ARCHS["cpu"]).pins())
+        return run(recipe_of(prefix, None, *extra, f"plan.file={work / f'made-{rank}.json'}", "train.steps=1"))["said"]
+
+    result["plan_made"] = {name: without_a_file(*LAYOUTS[name]) for name in ("tp2", "tp2_sp", "pp2")}
+    result["other_recipe"] = refused(lambda: run(recipe_of(prefix, None, "train.threads=2", *(("optimizer.lr=0.02", "train.steps=9") if rank else ()))))
+    with other_settings(check=rank == 1):
+        result["other_setting"] = refused(lambda: run(recipe_of(prefix, None)))
 
     def nan_on_one(trainer):
         loss_of = trainer.loss_of
         trainer.loss_of = lambda out, batch: loss_of(out * float("nan") if trainer.step == 1 and rank == 1 else out, batch)
 
     result["nan"] = refused(lambda: run(recipe_of(prefix, None), change=nan_on_one))
+    result["too_many"] = refused(lambda: run(recipe_of(prefix, None, *EVALUATED, "train.eval_batches=1000", "parallel.tensor=2")))
+    (work / f"broken-{rank}.json").write_text('{"format": 2, "pins": {}}' if rank else "[]")  # rank 0's file counts
+    result["plan_file"] = refused(lambda: run(recipe_of(prefix, None, f"plan.file={work / f'broken-{rank}.json'}")))
 
     def signal_on_one(trainer):
         loss_of = trainer.loss_of

@@ -138,7 +138,18 @@ def _scores(t, attrs):
     return q, k, v, s, groups
 
 
+def _without_tail(t, attrs):
+    """``t`` with zeros in the rows behind the last segment, which may hold anything: a hidden pair's weight of 0 would not
+    hide a NaN."""
+    if attrs["layout"] != "thd":
+        return t
+    ends = {"q": "cu_seqlens_q", "out": "cu_seqlens_q", "dout": "cu_seqlens_q", "k": "cu_seqlens_k", "v": "cu_seqlens_k"}
+    inside = {n: (torch.arange(t[n].shape[0], device=t[n].device) < t[cu][-1]).view(-1, 1, 1) for n, cu in ends.items() if n in t}
+    return {n: torch.where(inside[n], x, 0) if n in inside else x for n, x in t.items()}
+
+
 def _reference(t, attrs, want):
+    t = _without_tail(t, attrs)
     _, _, v, s, _ = _scores(t, attrs)
     sink = acc(t["sink"]).to(s.dtype).view(1, -1, 1) if "sink" in t else None
     m = s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], float("-inf"))
@@ -177,7 +188,7 @@ def _bwd_infer(specs, attrs):
 
 
 def _bwd_reference(t, attrs, want):
-    layout = attrs["layout"]
+    layout, t = attrs["layout"], _without_tail(t, attrs)
     q, k, v, s, groups = _scores(t, attrs)
     dout, out = _bhsd(acc(t["dout"]), layout), _bhsd(acc(t["out"]), layout)
     lse = (t["lse"].unsqueeze(0) if layout == "thd" else t["lse"]).to(s.dtype)

@@ -1,0 +1,548 @@
+"""FlashAttention-4 (package flash-attn-4): its compiled kernels, called with torch tensors on the caller's stream.
+
+The package's own function costs 86 us a call on the host. Here it runs once per kind of code, on fake tensors, so that it
+picks its tiles and compiles; the kernels it asked its caches for are kept and launched with the arguments that it would pass
+(``tests/cpu/test_fa4_package.py`` compares the two). Token counts are arguments of the kernels and never compile anything.
+
+Packed rows behind the last segment: the kernels write nothing there, so results are zeroed beforehand; they also load whole
+tiles, which reach past the last segment, and a NaN there would spread, so the operands of the second products are copied with
+zeros behind the end. The copies cost 3 to 6 % of a causal pass over 16384 tokens in segments of 4096 (predicted).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import inspect
+import operator
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...integration.engines.arch import Arch
+from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
+from ...integration.graph.ir import ITEMSIZE
+from ...integration.graph.ops.attention import softmax_scale
+from ...integration.graph.ops.table import size_product
+
+KNOWN_VERSION = "4.0.0b36"  # its launches are internal to the package: another version may order arguments differently
+_FAR = 1 << 30  # a window side of this size is open: positions and sides stay below 2^31
+_HOST = 4096  # tokens of the fake tensors: more than one tile in every direction
+
+
+# ---- what the package can do ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _foreign_version() -> str | None:
+    try:
+        version = importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:  # the manifest says so before anybody asks here
+        return None
+    return None if version == KNOWN_VERSION else version
+
+
+def _axes(region: Region) -> tuple[int | None, int]:
+    """Where batch and sequence stand in q."""
+    return {"bshd": (0, 1), "sbhd": (1, 0), "thd": (None, 0)}[region.node.attr("layout")]
+
+
+def _dims(region: Region) -> tuple[int, int, int]:
+    """(head dim of q and k, head dim of v, query heads per key head)."""
+    q, k, v = (region.spec(p) for p in "qkv")
+    return q.shape[-1], v.shape[-1], q.shape[-2] // k.shape[-2]
+
+
+def _common_decline(region: Region, arch: Arch) -> str | None:
+    if version := _foreign_version():
+        return f"flash-attn-4 {version}: its kernels are launched as {KNOWN_VERSION} launches them"
+    node, q, k = region.node, region.spec("q"), region.spec("k")
+    if q.dtype not in ("bfloat16", "float16"):
+        return f"dtype {q.dtype}: bfloat16 and float16 only"
+    if node.attr("dropout") > 0:
+        return "dropout: none"
+    if region.spec("mask") is not None:
+        return "mask: takes no boolean mask"
+    if 0 in q.shape or 0 in k.shape:
+        return "no queries or no keys: nothing to launch"
+    if node.attr("layout") == "thd" and region.spec("cu_seqlens_q").shape[0] in (0, 1):
+        return "packed sequences without a segment: nothing to launch"
+    batch, _ = _axes(region)
+    if batch is not None and size_product((q.shape[batch],)) > 65535:
+        return f"batch {q.shape[batch]}: its grid takes at most 65535 sequences (a bucket counts by its upper end)"
+    if region.spec("sink") is not None and arch.capability[0] in (8, 12):
+        return f"sink: not on {arch.name}"
+    return _head_dims_decline(region, arch)
+
+
+def _head_dims_decline(region: Region, arch: Arch) -> str | None:
+    d, dv, _ = _dims(region)
+    if d % 8 or dv % 8 or d > 256 or dv > d:
+        return f"head dims {d}/{dv}: multiples of 8 up to 256, that of v no larger than that of q"
+    major = arch.capability[0]
+    if major == 10 and d > 128 and (d, dv) not in ((192, 128), (256, 256)):
+        return f"head dims {d}/{dv}: on {arch.name} up to 128, 192/128 or 256/256"
+    if major in (8, 12):
+        if d != dv:
+            return f"head dims {d}/{dv}: on {arch.name} keys and values must share one"
+        tile_n = 128 if major == 12 and d <= 64 else 64
+        need = 2 * _up(d, 16) * (128 + 2 * tile_n)
+        if need > arch.smem_kib << 10:
+            return f"head dim {d}: its tiles need {need >> 10} KiB of shared memory, {arch.name} has {arch.smem_kib}"
+    return None
+
+
+def _backward_decline(region: Region, arch: Arch, deterministic: bool) -> str | None:
+    d, dv, group = _dims(region)
+    major = arch.capability[0]
+    if major == 8:
+        return f"backward: not on {arch.name}"
+    if major == 9 and group > 1 and d != dv:
+        return f"backward of grouped heads with head dims {d}/{dv}: keys and values must share one on {arch.name}"
+    if major == 12 and d > 128:
+        return f"backward with head dim {d}: its tiles do not fit {arch.name}'s shared memory, up to 128 do"
+    if major == 10 and d == 256 and (region.spec("sink") is not None or region.spec("dlse") is not None):
+        return f"backward with head dim 256: neither sink nor LSE gradient on {arch.name}"
+    if deterministic and major == 12:
+        return f"deterministic backward: not on {arch.name}"
+    if region.node.attr("layout") == "thd" and region.spec("sink") is not None and region.spec("dlse") is not None:
+        return "LSE gradient with a sink and packed sequences: rows behind the last segment have the sink's LSE, which it skips"
+    if _rows(region, "q") * _up(d, 64) >= 2**31:
+        return "one head's float32 dq accumulator would pass 2^31 elements, which it indexes with 32 bits"
+    return None
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _down(size: int, multiple: int) -> int:
+    return size // multiple * multiple
+
+
+def _rows(region: Region, port: str) -> int:
+    """At most so many padded rows has one head of one sequence, or of all packed ones."""
+    _, s = _axes(region)
+    rows = size_product((region.spec(port).shape[s],))
+    if region.node.attr("layout") == "thd":
+        rows += 128 * size_product(region.spec("cu_seqlens_q").shape)
+    return _up(rows, 256)
+
+
+def _workspace(region: Region, backward: bool, deterministic: bool) -> int:
+    """Bytes that a launch allocates beside its outputs, at most (token dims at their hint)."""
+    batch, s = _axes(region)
+    packed, (q, k) = batch is None, (region.spec("q"), region.spec("k"))
+    d, dv, group = _dims(region)
+    heads = (1 if packed else size_product((q.shape[batch],))) * q.shape[-2]
+    copied = (("q", "k", "v", "dout") if backward else ("v",)) if packed else ()
+    total = sum(region.spec(p).numel() for p in copied) * ITEMSIZE[q.dtype]
+    if not backward:
+        return total + (0 if "lse" in region.wanted else 4 * heads * size_product((q.shape[s],)))
+    total += 4 * heads * _rows(region, "q") * (2 + _up(d, 64))
+    if group > 1:
+        total += 4 * (heads // group) * _rows(region, "k") * (_up(d, 64) + _up(dv, 64))
+    if deterministic:
+        segments = size_product(region.spec("cu_seqlens_q").shape) if packed else 1
+        total += 8 * heads * segments * (_rows(region, "q") + _rows(region, "k")) // 32
+    return total
+
+
+def _efficiency(region: Region, arch: Arch, backward: bool, deterministic: bool) -> float:
+    """sm_90: measured, causal, against 989 TFLOP/s (654, 669, 701 forward, 540, 443, 358 backward); elsewhere priors, as is the
+    cost of order in the deterministic backward."""
+    if arch.capability[0] != 9:
+        base = (0.5 if backward else 0.6) if arch.capability[0] == 10 else (0.25 if backward else 0.3)
+    else:
+        d = region.spec("q").shape[-1]
+        forward_rate, backward_rate = (0.66, 0.55) if d <= 128 else (0.68, 0.45) if d <= 192 else (0.71, 0.36)
+        base = backward_rate if backward else forward_rate
+    return base * (0.8 if backward and deterministic else 1.0)
+
+
+# ---- compiling ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Code:
+    """Everything that changes the compiled code. ``causal``, ``left`` and ``right`` as ``_span`` gives them."""
+
+    arch: Arch
+    dtype: str
+    d: int
+    dv: int
+    group: int
+    packed: bool
+    causal: bool
+    left: bool
+    right: bool
+    sink: str | None = None
+    dlse: bool = False
+    deterministic: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Backward:
+    """The backward's kernels and how they pad: rows to ``tile_m`` and ``tile_n`` (``cluster`` of these), the accumulators' head
+    dims to ``multiple``. ``post``: for dq, or for dq, dk and dv, or none (head dim 256 of sm_100 writes its results itself)."""
+
+    pre: Callable[..., Any]
+    main: Callable[..., Any]
+    post: tuple[Callable[..., Any], ...]
+    tile_m: int
+    tile_n: int
+    cluster: int
+    multiple: int
+
+
+class _Asked:
+    """Stands in for one of the package's caches: passes everything on and keeps the keys that were asked for, in order."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache, self.keys = cache, []
+
+    def __contains__(self, key: Any) -> bool:
+        self.keys.append(key)
+        return key in self.cache
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.cache[key]
+
+    def __setitem__(self, key: Any, kernel: Any) -> None:
+        self.cache[key] = kernel
+
+    @property
+    def kernels(self) -> list[Any]:
+        return [self.cache[k] for k in self.keys]
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **values: Any):
+    before = {n: getattr(owner, n) for n in values}
+    try:
+        for n, v in values.items():
+            setattr(owner, n, v)
+        yield
+    finally:
+        for n, v in before.items():
+            setattr(owner, n, v)
+
+
+_lock = threading.Lock()
+_compiled: dict[tuple[str, _Code], Any] = {}
+
+
+def _once(make: Callable[[_Code], Any]) -> Callable[[_Code], Any]:
+    """``make`` once per code; one at a time, since it changes the package's globals while it runs."""
+
+    @functools.wraps(make)
+    def get(code: _Code) -> Any:
+        key = (make.__name__, code)
+        with _lock:
+            if key not in _compiled:
+                _compiled[key] = make(code)
+            return _compiled[key]
+
+    return get
+
+
+@contextlib.contextmanager
+def _package(code: _Code):
+    """The package, set to compile for ``code.arch`` and to launch nothing: (its module, its caches' stand-ins by name)."""
+    from flash_attn.cute import interface
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    asked = {n: _Asked(getattr(interface, n).compile_cache) for n in ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")}
+    major, minor = code.arch.capability
+    with contextlib.ExitStack() as stack:
+        for name, cache in asked.items():
+            stack.enter_context(_replaced(getattr(interface, name), compile_cache=cache))
+        stack.enter_context(_replaced(interface, _get_device_arch=lambda: 10 * major + minor, get_num_sms_for_selection=lambda *_: code.arch.sms))
+        # semaphores are converted through torch's own DLPack, which asks a driver where the others do not
+        through_ffi = functools.partial(interface.utils.from_dlpack, enable_tvm_ffi=True)
+        stack.enter_context(_replaced(interface.utils, from_dlpack=through_ffi))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Argument aux_data")
+        stack.enter_context(FakeTensorMode())
+        yield interface, asked
+
+
+def _fakes(code: _Code) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Fake tensors and options of a call that has ``code``."""
+    lead = (2 * _HOST,) if code.packed else (2, _HOST)
+
+    def new(*shape: int, dtype: str = code.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
+
+    heads = 2 * code.group
+    t = {"q": new(*lead, heads, code.d), "k": new(*lead, 2, code.d), "v": new(*lead, 2, code.dv), "out": new(*lead, heads, code.dv)}
+    t["lse"] = new(*((heads, 2 * _HOST) if code.packed else (2, heads, _HOST)), dtype="float32")
+    options: dict[str, Any] = {"causal": code.causal, "window_size_left": 64 if code.left else None, "window_size_right": 64 if code.right else None}
+    if code.packed:
+        options |= {f"cu_seqlens_{s}": new(3, dtype="int32") for s in "qk"}
+    if code.sink is not None:
+        options["learnable_sink"] = new(heads, dtype=code.sink)
+    return t, options
+
+
+@_once
+def forward_kernel(code: _Code) -> Callable[..., Any]:
+    """The forward's kernel, which also writes the LSE; compiles in about 7 s where it is not there yet."""
+    with _package(code) as (interface, asked):
+        t, options = _fakes(code)
+        interface._flash_attn_fwd(t["q"], t["k"], t["v"], out=t["out"], lse=t["lse"], **options)
+    (kernel,) = asked["_flash_attn_fwd"].kernels
+    return kernel
+
+
+@_once
+def backward_kernels(code: _Code) -> _Backward:
+    """The backward's kernels; they compile in about 7 s where they are not there yet."""
+    with _package(code) as (interface, asked):
+        t, options = _fakes(code)
+        dlse = torch.empty_like(t["lse"]) if code.dlse else None
+        interface._flash_attn_bwd(t["q"], t["k"], t["v"], t["out"], torch.empty_like(t["out"]), t["lse"],
+                                  deterministic=code.deterministic, dlse=dlse, **options)  # fmt: skip
+        (pre,), (main,) = asked["_bwd_preprocess"].kernels, asked["_flash_attn_bwd"].kernels
+        post = asked["_bwd_postprocess_convert"]
+        padding = _named(interface._compile_bwd_preprocess, asked["_bwd_preprocess"].keys[0])
+        tiles = _named(interface._compile_bwd_postprocess, post.keys[1]) if len(post.keys) == 3 else {}
+        # without a postprocess of dk only the semaphores ask for the cluster: it stands in sm_100's key of the main kernel
+        cluster = tiles.get("cluster_size", asked["_flash_attn_bwd"].keys[0][12] if code.arch.capability[0] == 10 else 1)
+    return _Backward(pre, main, tuple(post.kernels), padding["m_block_size"], tiles.get("block_size", 0), cluster, padding["hdim_multiple_of"])
+
+
+def _named(function: Callable[..., Any], key: tuple) -> dict[str, Any]:
+    """The package's keys are its compile functions' arguments: by name."""
+    return inspect.signature(function).bind(*key).arguments
+
+
+# ---- launching ------------------------------------------------------------------------------------------------------
+
+
+def _span(attrs: dict[str, Any]) -> tuple[bool, int | None, int | None]:
+    """(causal, left, right) as the kernels distinguish them: a plain causal mask has no window, any other is one."""
+    left, right = (None if side is None else min(side, _FAR) for side in attrs["window"])
+    right = 0 if attrs["causal"] else right
+    return (True, None, None) if left is None and right == 0 else (False, left, right)
+
+
+def _ready(x: torch.Tensor) -> torch.Tensor:
+    """The kernels honour strides, but take 16 bytes at a time and strides of 0 for constants: other tensors are copied."""
+    strides = x.stride()
+    if strides[-1] == 1 and not x.data_ptr() & 15 and all(s and not s & 7 for s in strides[:-1]):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _vector(x: torch.Tensor | None) -> torch.Tensor | None:
+    """Sinks are loaded four bytes at a time."""
+    return x if x is None or (x.is_contiguous() and not x.data_ptr() & 3) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _ends(cu: torch.Tensor) -> torch.Tensor:
+    return cu.to(torch.int32).contiguous()
+
+
+def _zero_tail(cu: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of packed tensors of one length [t, ...] with zeros behind the last segment."""
+    first = tensors[0]
+    inside = (torch.arange(first.shape[0], device=first.device) < cu[-1]).view(-1, 1, 1)
+    zero = first.new_zeros(())
+    return [_ready(torch.where(inside, x, zero)) for x in tensors]
+
+
+class Fa4Attention(Engine):
+    """Forward and backward; the backward adds dq, and dk and dv of grouped heads, in any order."""
+
+    id = "attention/fa4"
+    deterministic = False
+
+    def match(self, region: Region, arch: Arch) -> Offer | Decline:
+        backward = region.node.op == "sdpa_bwd"
+        ordered = backward and self.deterministic
+        reason = _common_decline(region, arch) or (_backward_decline(region, arch, ordered) if backward else None)
+        if reason:
+            return Decline(reason)
+        packed, grouped = region.node.attr("layout") == "thd", _dims(region)[2] > 1
+        launches = 1 + 6 * packed
+        if backward:  # before, main, dq after; grouped heads: two buffers to zero and two to convert
+            launches = 3 + 4 * grouped + 13 * packed + (1 + 2 * grouped) * ordered
+        return Offer(efficiency=_efficiency(region, arch, backward, ordered), launches=launches, ahead_of_time=True,
+                     workspace_bytes=_workspace(region, backward, ordered), deterministic=ordered or not backward)  # fmt: skip
+
+    def build(self, ctx: BuildContext) -> CompiledRegion:
+        region, node = ctx.region, ctx.region.node
+        attrs, backward = node.attributes, node.op == "sdpa_bwd"
+        attrs["scale"] = softmax_scale(attrs, region.spec("q").shape[-1])
+        d, dv, group = _dims(region)
+        causal, left, right = _span(attrs)
+        sink, packed = region.spec("sink"), attrs["layout"] == "thd"
+        code = _Code(ctx.arch, region.spec("q").dtype, d, dv, group, packed, causal, left is not None, right is not None,
+                     None if sink is None else sink.dtype, region.spec("dlse") is not None, backward and self.deterministic)  # fmt: skip
+        if backward:
+            run, ports, names = _backward(code, attrs), ("dout", "q", "k", "v", "out", "lse"), ("dq", "dk", "dv", "dsink")
+            ports += ("cu_seqlens_q", "cu_seqlens_k") if packed else ()
+            ports += ("sink", "dlse")
+        else:
+            run, ports, names = (_packed_forward if packed else _dense_forward)(code, attrs), ("q", "k", "v"), ("out", "lse")
+            ports += ("cu_seqlens_q", "cu_seqlens_k", "sink") if packed else ("sink",)
+        at = {p: region.graph.inputs.index(v) for p, v in node.inputs}
+        slots, keep = [at.get(p) for p in ports], [names.index(p) for p in region.wanted]
+        while slots[-1] is None:
+            slots.pop()
+        take = operator.itemgetter(*slots) if None not in slots else lambda t: [None if i is None else t[i] for i in slots]
+        pick = operator.itemgetter(*keep)
+        return CompiledRegion(lambda *t: pick(run(*take(t))))
+
+
+class Fa4DeterministicAttention(Fa4Attention):
+    """The same forward; the backward's additions wait for their turn (semaphores), so that reruns are bitwise equal."""
+
+    id = "attention/fa4_deterministic"
+    deterministic = True
+
+
+def _aux() -> tuple:
+    """The kernels' argument for what score modifications read: nothing."""
+    from flash_attn.cute.utils import AuxData
+
+    return AuxData()
+
+
+def _forward_call(code: _Code, attrs: dict[str, Any]) -> Callable[..., None]:
+    """(q, k, v, out, lse, sink, cu_q, cu_k, longest) -> None, tensors as [b, s, h, d] or [t, h, d] views."""
+    kernel, aux, scale = forward_kernel(code), _aux(), attrs["scale"]
+    _, left, right = _span(attrs)
+    if code.arch.capability[0] == 10:
+
+        def call(q, k, v, out, lse, sink, cu_q, cu_k, longest):
+            kernel(q, k, v, out, lse, scale, cu_q, cu_k, None, None, None, left, right, sink, None, None, aux,
+                   None, None, None, None, None, None, None, longest)  # fmt: skip
+
+    else:
+
+        def call(q, k, v, out, lse, sink, cu_q, cu_k, longest):
+            kernel(q, k, v, out, lse, scale, cu_q, cu_k, None, None, None, left, right, sink, None, aux, None, None)
+
+    return call
+
+
+def _dense_forward(code: _Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
+    call, turned, dv = _forward_call(code, attrs), attrs["layout"] == "sbhd", code.dv
+
+    def run(q, k, v, sink=None):
+        q, k, v = _ready(q), _ready(k), _ready(v)
+        out = view = torch.empty((*q.shape[:-1], dv), dtype=q.dtype, device=q.device)
+        if turned:
+            q, k, v, view = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), out.transpose(0, 1)
+        b, s, h, _ = q.shape
+        lse = torch.empty((b, h, s), dtype=torch.float32, device=q.device)
+        call(q, k, v, view, lse, _vector(sink), None, None, s)
+        return out, lse
+
+    return run
+
+
+def _packed_forward(code: _Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
+    call, dv = _forward_call(code, attrs), code.dv
+
+    def run(q, k, v, cu_q, cu_k, sink=None):
+        tokens, h, _ = q.shape
+        out = torch.zeros((tokens, h, dv), dtype=q.dtype, device=q.device)
+        lse = torch.full((h, tokens), float("-inf"), dtype=torch.float32, device=q.device)
+        if sink is not None:
+            lse.copy_(sink.unsqueeze(1))
+        (v,) = _zero_tail(cu_k, v)  # hidden scores are replaced, but a weight of 0 does not hide a NaN
+        call(_ready(q), _ready(k), v, out, lse, _vector(sink), _ends(cu_q), _ends(cu_k), tokens)
+        return out, lse
+
+    return run
+
+
+def _backward(code: _Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
+    """(dout, q, k, v, out, lse, [cu_q, cu_k,] sink, dlse) -> (dq, dk, dv, dsink)."""
+    launch, turned, packed = _backward_call(code, attrs), attrs["layout"] == "sbhd", code.packed
+
+    def dense(dout, q, k, v, out, lse, sink=None, dlse=None):
+        dout, q, k, v, out = _ready(dout), _ready(q), _ready(k), _ready(v), _ready(out)
+        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        views = grads
+        if turned:
+            dout, q, k, v, out = (x.transpose(0, 1) for x in (dout, q, k, v, out))
+            views = [x.transpose(0, 1) for x in grads]
+        return (*grads, launch(dout, q, k, v, out, lse, *views, None, None, sink, dlse))
+
+    def segments(dout, q, k, v, out, lse, cu_q, cu_k, sink=None, dlse=None):
+        grads = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        q, dout = _zero_tail(cu_q, q, dout)
+        k, v = _zero_tail(cu_k, k, v)
+        return (*grads, launch(dout, q, k, v, _ready(out), lse, *grads, _ends(cu_q), _ends(cu_k), sink, dlse))
+
+    return segments if packed else dense
+
+
+def _backward_call(code: _Code, attrs: dict[str, Any]) -> Callable[..., torch.Tensor | None]:
+    """(dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, sink, dlse) -> dsink: the package's launches, in its order."""
+    kernels, aux, scale = backward_kernels(code), _aux(), attrs["scale"]
+    _, left, right = _span(attrs)
+    pre, main, post = kernels.pre, kernels.main, kernels.post
+    buffers = _buffers(code, kernels, attrs)
+    rest = (None,) if post else (None, None)  # sm_100's kernel of head dim 256 takes the longest lengths, or None
+
+    def launch(dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, sink, dlse):
+        lse, sink, dsink, sinks = lse.contiguous(), _vector(sink), None, None
+        delta, lse2, dq_sum, dk_sum, dv_sum, turns = buffers(q, k, cu_q, cu_k)
+        if sink is not None:
+            dsink = torch.empty(sink.shape, dtype=sink.dtype, device=sink.device)
+            sinks = (delta, lse, sink, dsink)
+        pre(out, dout, delta, lse, lse2, dq_sum, cu_q, None, None if dlse is None else dlse.contiguous(), None, None, 1.0, None, None)
+        main(q, k, v, dout, lse2, delta, dq if dq_sum is None else dq_sum, dk if dk_sum is None else dk_sum, dv if dv_sum is None else dv_sum,
+             scale, cu_q, cu_k, None, None, left, right, *turns, aux, None, *rest)  # fmt: skip
+        if post:
+            post[0](dq_sum, dq, scale, cu_q, None, sinks, None)
+        if dk_sum is not None:
+            post[1](dk_sum, dk, scale, cu_k, None, None, None)
+            post[2](dv_sum, dv, 1.0, cu_k, None, None, None)
+        return dsink
+
+    return launch
+
+
+def _buffers(code: _Code, kernels: _Backward, attrs: dict[str, Any]) -> Callable[..., tuple]:
+    """(q, k, cu_q, cu_k) -> (delta, LSE in base 2, sums of dq, dk, dv, semaphores): float32 and int32, padded as the kernels
+    expect. Sums of dk and dv are None where the kernel writes the results itself, and so is dq's for sm_100's head dim 256."""
+    m, n, cluster, grouped = kernels.tile_m, kernels.tile_n, kernels.cluster, len(kernels.post) == 3
+    d, dv = _up(code.d, kernels.multiple), _up(code.dv, kernels.multiple)
+    new, zeros = functools.partial(torch.empty, dtype=torch.float32), functools.partial(torch.zeros, dtype=torch.float32)
+    turn, longest_q, longest_k = functools.partial(torch.zeros, dtype=torch.int32), attrs["max_seqlen_q"], attrs["max_seqlen_k"]
+    ordered, summed = code.deterministic and bool(kernels.post), bool(kernels.post)
+
+    def buffers(q, k, cu_q, cu_k):
+        device, h, hk = q.device, q.shape[-2], k.shape[-2]
+        if cu_q is None:
+            b, sq, sk = q.shape[0], q.shape[1], k.shape[1]
+            lead, rows = (b,), _up(sq, m)
+            rows_k = _up(sk, n * cluster) if grouped else 0
+        else:
+            b, lead = cu_q.shape[0] - 1, ()
+            sq, sk = longest_q or q.shape[0], longest_k or k.shape[0]
+            rows = _down(q.shape[0] + cu_q.shape[0] * m - 1, m)
+            rows_k = _down(k.shape[0] + cu_k.shape[0] * n * cluster - 1, n * cluster) if grouped else 0
+        delta, lse2 = (new((*lead, h, rows), device=device) for _ in range(2))
+        dq_sum = new((*lead, h, rows * d), device=device) if summed else None
+        dk_sum = zeros((*lead, hk, rows_k * d), device=device) if grouped else None
+        dv_sum = zeros((*lead, hk, rows_k * dv), device=device) if grouped else None
+        turns = [None] * 3
+        if ordered:
+            turns[0] = turn((b, h, _up(sq, m) // m, cluster), device=device)
+            if grouped:
+                turns[1:] = (turn((b, hk, _up(sk, n * cluster) // n, 2), device=device) for _ in range(2))
+        return delta, lse2, dq_sum, dk_sum, dv_sum, turns
+
+    return buffers

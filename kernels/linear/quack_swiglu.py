@@ -1,0 +1,124 @@
+"""swiglu in the epilogue of the product before it, on quack-kernels.
+
+Forward, where nothing else reads gate and up (a training step saves them, and the package's paired epilogue would store them
+interleaved): y = swiglu(x @ weight.T). Gradient: d[gate, up] from dy @ weight, whose own result never reaches memory.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ...integration.engines.arch import Arch
+from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
+from ..common.quack import rows
+from .quack import STEP, product_reason
+
+
+class QuackLinearSwiglu(Engine):
+    id = "linear_swiglu/quack"
+    patterns = (("linear", "swiglu"), ("linear_dgrad", "swiglu_bwd"))
+
+    def match(self, region: Region, arch: Arch) -> Offer | Decline:
+        if region.ops not in self.patterns:
+            return Decline("takes a linear with the swiglu that reads it, or a linear_dgrad with the swiglu_bwd that reads it")
+        product, gate = region.nodes
+        made = product.outputs[0][1]
+        weight, dtypes = region.graph.specs[product.input("weight")], {region.graph.specs[v].dtype for v in region.graph.inputs}
+        reason = product_reason(region.graph, product)
+        if reason is not None:
+            return Decline(reason)
+        if gate.input("x" if gate.op == "swiglu" else "dy") != made:
+            reason = f"the {gate.op} reads the product elsewhere than as its argument"
+        elif made in region.graph.outputs:
+            reason = f"others read the result of the {product.op}, which its epilogue does not store"
+        elif product.input("bias") is not None:
+            reason = "a bias of two halves, which its paired epilogue reads interleaved"
+        elif gate.attr("clamp") is not None or gate.input("row_weight") is not None:
+            reason = "its epilogue has neither a clamp nor row weights"
+        elif product.op == "linear" and weight.shape[0] % (2 * STEP):
+            reason = f"weight {weight}: gate and up are {weight.shape[0] // 2} wide, which must divide by {STEP}"
+        elif len(dtypes) > 1:
+            reason = f"operands of one dtype, not of {', '.join(sorted(dtypes))}"
+        if reason is not None:
+            return Decline(reason)
+        # as the plain product: the epilogue hides behind the next tile's product
+        return Offer(efficiency=0.7)
+
+    def build(self, ctx: BuildContext) -> CompiledRegion:
+        product, gate = ctx.region.nodes
+        graph = ctx.region.graph
+        if product.op == "linear":
+            launch, values = _forward(graph.specs[product.input("weight")], ctx.arch), (product.input("x"), product.input("weight"))
+        else:
+            launch = _backward(graph.specs[product.input("weight")], ctx.arch)
+            values = product.input("dy"), product.input("weight"), gate.input("x")
+        at = [graph.inputs.index(v) for v in values]
+        return CompiledRegion(launch if at == list(range(len(graph.inputs))) else lambda *t: launch(*(t[i] for i in at)))
+
+
+@functools.cache
+def _backward_epilogue():
+    """d[gate, up] = dswiglu(gate, up, product), gate and up tiles of their own."""
+    from quack.activation import dswiglu
+    from quack.epilogue.frontend import gemm_epilogue
+
+    @gemm_epilogue(outputs=("dgate", "dup"))
+    def layerplan_dswiglu(acc, gate, up):
+        dgate, dup, _ = dswiglu(gate, up, acc)
+        return {"dgate": dgate, "dup": dup}
+
+    return layerplan_dswiglu
+
+
+def _compile(epilogue, arch: Arch, a: torch.Tensor, b: torch.Tensor, tensors: dict[str, torch.Tensor], b_kn: bool, concat: tuple[str, ...]):
+    """``launch(a, b, **tensors)``; the examples give dtypes, ranks and contiguous dims, every size is symbolic."""
+    from quack.gemm_config import _default_config_for_cap
+
+    c = _default_config_for_cap(arch.capability[0])
+    plan = epilogue.gemm(
+        a, b, None, epi_args=tensors, tile_M=c.tile_m, tile_N=c.tile_n, tile_K=c.tile_k, cluster_M=c.cluster_m, cluster_N=c.cluster_n,
+        pingpong=c.pingpong, is_dynamic_persistent=c.is_dynamic_persistent, max_swizzle_size=c.max_swizzle_size, b_kn=b_kn,
+        concat_layout=concat, _launch=False,
+    )  # fmt: skip
+    kernel, arguments, schedule = plan.compiled_fn, plan.gemm_cls.EpilogueArguments, plan.scheduler_static
+    return lambda a, b, **given: kernel(a, b, None, None, arguments(**given), schedule, None, None, None)
+
+
+def _examples(dtype: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return [torch.empty(s, dtype=getattr(torch, dtype), device=device) for s in shapes]
+
+
+def _forward(weight, arch: Arch):
+    from quack.epilogue.library import linear_act_mod
+
+    k, half = weight.shape[1], weight.shape[0] // 2
+    a, b, y = _examples(weight.dtype, (1, 16, 128), (1, 64, 128), (1, 16, 32))
+    epilogue = linear_act_mod("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False)
+    product = _compile(epilogue, arch, a, b, {"mAuxOut": y}, b_kn=False, concat=("B",))
+
+    def launch(x, weight):
+        y = x.new_empty((*x.shape[:-1], half))
+        if y.numel():
+            product(rows(x, k, STEP).unsqueeze(0), rows(weight, k, STEP).unsqueeze(0), mAuxOut=y.view(1, -1, half))
+        return y
+
+    return launch
+
+
+def _backward(weight, arch: Arch):
+    n, half = weight.shape
+    a, b, tile = _examples(weight.dtype, (16, 128), (128, 64), (16, 64))
+    product = _compile(_backward_epilogue(), arch, a, b, dict.fromkeys(("gate", "up", "dgate", "dup"), tile), b_kn=True, concat=())
+
+    def launch(dy, weight, gate_up):
+        dx = gate_up.new_empty(gate_up.shape)
+        if dx.numel():
+            source, target = rows(gate_up, 2 * half, STEP), dx.view(-1, 2 * half)
+            product(rows(dy, n, STEP), rows(weight, half, STEP), gate=source[:, :half], up=source[:, half:],
+                    dgate=target[:, :half], dup=target[:, half:])  # fmt: skip
+        return dx
+
+    return launch

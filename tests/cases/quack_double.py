@@ -1,0 +1,238 @@
+"""The compiled kernels of quack-kernels as functions on a CPU: what each expects of its arguments, and what it writes.
+
+They take what the engines hand to the package, hold it to the layout that was compiled for (presence, dtype, shape, last stride,
+row stride and alignment in vector accesses) and then compute as the kernels do, in place. With them the engines' host code runs
+through the cases without a GPU and without the package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import types
+
+import torch
+
+from layerplan.integration.engines.arch import ARCHS
+from layerplan.integration.engines.contract import BuildContext, Engine
+from layerplan.integration.engines.manifest import BY_ID, MANIFEST, Entry
+from layerplan.kernels.common import quack as common
+
+ITEMSIZE = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+
+
+def tensor(name: str, x: torch.Tensor | None, dtype: str | None, shape: tuple[int | None, ...], step: int = 1) -> None:
+    """Hold an argument to what was compiled: None stands for an absent tensor, or for a size that may be any."""
+    assert (x is None) == (dtype is None), f"{name}: {'absent' if x is None else 'given'}, compiled for {dtype}"
+    if x is None:
+        return
+    assert str(x.dtype) == f"torch.{dtype}", f"{name}: {x.dtype}, compiled for {dtype}"
+    assert x.dim() == len(shape) and all(b is None or a == b for a, b in zip(x.shape, shape, strict=True)), f"{name}: {list(x.shape)}, not {shape}"
+    assert x.stride(-1) == 1, f"{name}: last stride {x.stride(-1)}"
+    assert all(s % step == 0 for s in x.stride()[:-1]), f"{name}: strides {x.stride()} are no multiples of {step}"
+    assert x.data_ptr() % (step * ITEMSIZE[dtype]) == 0, f"{name}: not aligned to {step} elements"
+    assert x.numel(), f"{name}: a kernel would be launched on an empty grid"
+
+
+def compile_norm(dtype, out, res, weight, bias, res_out, width, has_rstd, has_mean, layer, per_head, offset=0.0):
+    step = math.gcd(width, *(16 // ITEMSIZE[d] for d in (dtype, out, res, weight, bias, res_out) if d))
+    assert not per_head and step * ITEMSIZE[dtype] >= 4, "an asynchronous copy moves 4 bytes or more"
+
+    def kernel(x, w, b, residual, y, total, rstd, mean, eps):
+        n = x.shape[0]
+        for name, t, d, shape in (("x", x, dtype, (n, width)), ("weight", w, weight, (width,)), ("bias", b, bias, (width,)),
+                                  ("residual", residual, res, (n, width)), ("out", y, out, (n, width)),
+                                  ("residual_out", total, res_out, (n, width))):  # fmt: skip
+            tensor(name, t, d, shape, step)
+        tensor("rstd", rstd, "float32" if has_rstd else None, (n,))
+        tensor("mean", mean, "float32" if has_mean else None, (n,))
+        h = x.float() if residual is None else x.float() + residual.float()
+        if total is not None:
+            total.copy_(h)
+        m = h.mean(-1, keepdim=True) if layer else torch.zeros(n, 1)
+        r = torch.rsqrt((h - m).square().mean(-1, keepdim=True) + eps)
+        value = (h - m) * r
+        value = value if w is None else value * (w.float() + offset)
+        y.copy_(value if b is None else value + b.float())
+        if rstd is not None:
+            rstd.copy_(r[:, 0])
+        if mean is not None:
+            mean.copy_(m[:, 0])
+
+    return kernel
+
+
+def compile_norm_bwd(width, dtype, dout, dx_dtype, weight, has_db, dres, dres_out, has_dw, per_head, T_hint=0, is_layernorm=False,
+                     weight_offset=0.0):  # fmt: skip
+    step = math.gcd(width, *(16 // ITEMSIZE[d] for d in (dtype, dout, dx_dtype, dres, dres_out) if d))
+    assert not per_head and T_hint == 0 and dres is None and step * ITEMSIZE[dtype] >= 4
+
+    def kernel(x, w, dy, dresidual_out, rstd, mean, dx, dw, dresidual, db, blocks):
+        n = x.shape[0]
+        for name, t, d, shape in (("x", x, dtype, (n, width)), ("weight", w, weight, (width,)), ("dout", dy, dout, (n, width)),
+                                  ("dresidual_out", dresidual_out, dres_out, (n, width)), ("dx", dx, dx_dtype, (n, width)),
+                                  ("dresidual", dresidual, None, ()), ("dw", dw, "float32" if has_dw else None, (blocks, width)),
+                                  ("db", db, "float32" if has_db else None, (blocks, width))):  # fmt: skip
+            tensor(name, t, d, shape, step)
+        tensor("rstd", rstd, "float32", (n,))
+        tensor("mean", mean, "float32" if is_layernorm else None, (n,))
+        xhat = (x.float() - (mean[:, None] if is_layernorm else 0.0)) * rstd[:, None]
+        wdy = dy.float() if w is None else dy.float() * (w.float() + weight_offset)
+        value = (wdy - (wdy.mean(-1, keepdim=True) if is_layernorm else 0.0) - xhat * (xhat * wdy).mean(-1, keepdim=True)) * rstd[:, None]
+        dx.copy_(value if dresidual_out is None else value + dresidual_out.float())
+        for part, full in ((dw, dy.float() * xhat), (db, dy.float())):
+            if part is not None:  # every block leaves the sum of its rows
+                part.zero_().index_add_(0, torch.arange(n) % blocks, full)
+
+    return kernel
+
+
+def compile_loss(dtype, target_dtype, width, step, keep_lse):
+    def kernel(x, target, target_logit, loss, lse, dx, weight, ignore):
+        n = x.shape[0]
+        tensor("x", x, dtype, (n, width), step)
+        tensor("target", target, target_dtype, (n,))
+        tensor("loss", loss, "float32", (n,))
+        tensor("lse", lse, "float32" if keep_lse else None, (n,))
+        assert target_logit is None and dx is None and weight is None and step * ITEMSIZE[dtype] >= 4
+        total = torch.logsumexp(x.float(), -1)
+        kept = target != ignore
+        loss.copy_(torch.where(kept, total - x.float().gather(1, torch.where(kept, target, 0).long()[:, None])[:, 0], 0.0))
+        if lse is not None:
+            lse.copy_(total)
+
+    return kernel
+
+
+def compile_loss_bwd(dtype, target_dtype, width, step):
+    def kernel(x, target, dloss, dx, lse, weight, ignore):
+        n = x.shape[0]
+        for name, t in (("x", x), ("dx", dx)):
+            tensor(name, t, dtype, (n, width), step)
+        tensor("target", target, target_dtype, (n,))
+        tensor("lse", lse, "float32", (n,))
+        assert dloss.shape == (n,) and dloss.dtype == torch.float32 and weight is None
+        p = torch.exp(x.float() - lse[:, None])
+        kept = (target != ignore)[:, None]
+        hit = torch.arange(width) == torch.where(kept[:, 0], target, -1)[:, None]
+        dx.copy_(torch.where(kept, (p - hit.float()) * dloss[:, None], 0.0))
+
+    return kernel
+
+
+class RotaryKernel:
+    @staticmethod
+    def compile(dtype, table_dtype, offsets, cu_seqlens, turned, interleaved, conjugate):
+        step, table_step = math.gcd(16 // ITEMSIZE[dtype], turned), math.gcd(16 // ITEMSIZE[table_dtype], turned // 2)
+        assert offsets is None and cu_seqlens is None and turned % 8 == 0
+
+        def kernel(x, cos, sin, offsets, cu_seqlens, out, longest):
+            for name, t in (("x", x), ("out", out)):
+                tensor(name, t, dtype, (None, longest, None, None), step)
+            for name, t in (("cos", cos), ("sin", sin)):
+                tensor(name, t, table_dtype, (None, turned // 2), table_step)
+            assert offsets is None and cu_seqlens is None and cos.shape[0] >= longest and out.shape == x.shape
+            c, s = (t[:longest].float()[None, :, None] for t in (cos, sin))
+            s = -s if conjugate else s
+            turn = x[..., :turned].float()
+            a, b = (turn[..., 0::2], turn[..., 1::2]) if interleaved else turn.chunk(2, -1)
+            pair = a * c - b * s, a * s + b * c
+            out[..., :turned] = (torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)).to(out.dtype)
+
+        return kernel
+
+
+def compile_product(arch, dtype, out, *, a_major, b_kn, add=False, bias=None):
+    def product(a, b, d, v=None):
+        m, k, n = a.shape[0], a.shape[1], d.shape[1]
+        tensor("a", a if a_major == "k" else a.t(), dtype, (m, k) if a_major == "k" else (k, m), 8)
+        tensor("b", b, dtype, (k, n) if b_kn else (n, k), 8)
+        tensor("d", d, out, (m, n), 16 // ITEMSIZE[out])
+        tensor("bias", v, bias, (1, n), 4)
+        value = a.float() @ (b.float() if b_kn else b.float().t())
+        value = value if v is None else value + v.float()
+        d.copy_(d + value if add else value)
+
+    return product
+
+
+def compile_epilogue(epilogue, arch, a, b, tensors, b_kn, concat):
+    """The two epilogues by name: ``swiglu`` over a weight of two halves, ``dswiglu`` over tiles of gate and up."""
+    dtype = str(a.dtype).removeprefix("torch.")
+    assert (epilogue, b_kn, concat) in (("swiglu", False, ("B",)), ("dswiglu", True, ()))
+
+    def launch(a, b, **given):
+        assert list(given) == list(tensors) and {len(t.shape) for t in given.values()} == {a.dim()}
+        if epilogue == "swiglu":
+            (y,) = given.values()
+            for name, t, shape in (("a", a, (1, None, None)), ("b", b, (1, 2 * y.shape[-1], a.shape[-1])), ("out", y, (1, a.shape[1], None))):
+                tensor(name, t, dtype, shape, 8)
+            gate, up = (a[0].float() @ b[0].float().t()).chunk(2, -1)
+            y[0].copy_(torch.nn.functional.silu(gate) * up)
+            return
+        tensor("a", a, dtype, (None, b.shape[0]), 8)
+        for name, t in {"b": b, **given}.items():
+            tensor(name, t, dtype, (a.shape[1] if name == "b" else a.shape[0], b.shape[1]), 8)
+        gate, up = (given[n].float().requires_grad_() for n in ("gate", "up"))
+        with torch.enable_grad():
+            value = torch.nn.functional.silu(gate) * up
+        grads = torch.autograd.grad(value, (gate, up), a.float() @ b.float())
+        given["dgate"].copy_(grads[0])
+        given["dup"].copy_(grads[1])
+
+    return launch
+
+
+class _Hosted(Engine):
+    """An engine of sm_90 asked and built as if for it, while the plan is for a CPU."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self.id, self.fuses, self.patterns = inner.id, inner.fuses, inner.patterns
+
+    def match(self, region, arch):
+        return self.inner.match(region, ARCHS["sm_90"])
+
+    def build(self, ctx: BuildContext):
+        return self.inner.build(dataclasses.replace(ctx, arch=ARCHS["sm_90"]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _HostedEntry(Entry):
+    engine: Engine | None = None
+
+    def load(self):
+        return self.engine
+
+
+def install(monkeypatch) -> list[str]:
+    """Put the double in the package's place and let its engines run on a CPU; returns their ids."""
+    from layerplan.integration.planner import cover
+    from layerplan.kernels.linear import quack as linear
+    from layerplan.kernels.linear import quack_swiglu as linear_swiglu
+    from layerplan.kernels.loss import quack as loss
+    from layerplan.kernels.norm import quack as norm
+    from layerplan.kernels.rope import quack as rope
+
+    modules = {"quack": {}, "quack.rmsnorm": {"_compile_rmsnorm_fwd": compile_norm, "_compile_rmsnorm_bwd": compile_norm_bwd},
+               "quack.rotary": {"RotaryKernel": RotaryKernel}, "quack.epilogue": {},
+               "quack.epilogue.library": {"linear_act_mod": lambda name, **flags: name}}  # fmt: skip
+    for name, members in modules.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    for module in (common, norm, loss, rope):
+        monkeypatch.setattr(module, "cute_dtype", lambda name: name)
+    monkeypatch.setattr(linear, "compile_product", compile_product)
+    monkeypatch.setattr(linear_swiglu, "_compile", compile_epilogue)
+    monkeypatch.setattr(linear_swiglu, "_backward_epilogue", lambda: "dswiglu")
+    monkeypatch.setattr(loss, "_compilers", lambda: (compile_loss, compile_loss_bwd))
+    hosted = {}
+    for e in MANIFEST:
+        if "quack" in e.needs:
+            fields = {f.name: getattr(e, f.name) for f in dataclasses.fields(Entry)}
+            hosted[e.id] = _HostedEntry(**{**fields, "archs": (*e.archs, "cpu"), "needs": ("torch",)}, engine=_Hosted(e.load()))
+            monkeypatch.setitem(BY_ID, e.id, hosted[e.id])
+    monkeypatch.setattr(cover, "MANIFEST", tuple(hosted.get(e.id, e) for e in MANIFEST))
+    return list(hosted)

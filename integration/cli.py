@@ -1,6 +1,7 @@
 """The command line: ``layerplan doctor | explain | plan | pretrain | data prepare | complete | demo``.
 
-Every body is imported inside its command, so that help and doctor need neither torch nor megatron.
+Every body is imported inside its command, so that help and doctor need neither torch nor megatron. ``layerplan/__main__.py`` starts
+it, and says what to install where a package is absent.
 """
 
 from __future__ import annotations
@@ -14,28 +15,12 @@ from typing import Annotated, Any
 
 import typer
 
-# what a command needs beyond the core packages: extra -> modules that it brings
-EXTRAS = {"megatron": ("megatron.core",), "train": ("omegaconf", "tokenizers", "tensorboard", "matplotlib", "psutil")}
-CORE = ("torch", "numpy")
-
 app = typer.Typer(name="layerplan", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data", help="Datasets for pretraining.")
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Fields of the recipe, for example train.steps=200.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def main() -> None:
-    """Entry point of the ``layerplan`` script: a package that is not installed is a line that says what to install."""
-    try:
-        app(prog_name="layerplan")
-    except ModuleNotFoundError as e:
-        root = (e.name or "").partition(".")[0]
-        extra = next((extra for extra, modules in EXTRAS.items() if root in {m.partition(".")[0] for m in modules}), None)
-        if extra is None and root not in CORE:
-            raise  # a fault of ours: the traceback says where
-        _fail(f"{e.name} is not installed; pip install 'layerplan{f'[{extra}]' if extra else ''}' ('layerplan doctor' says more)", 1)
 
 
 def _fail(message: str, code: int) -> None:
@@ -45,12 +30,11 @@ def _fail(message: str, code: int) -> None:
 
 def _need(*extras: str) -> None:
     """Ends the command where a package of ``extras`` is absent: before the work, not an hour into it."""
-    from .engines.packages import locate
+    from .engines.packages import EXTRAS, install_command, locate
 
     missing = {m: extra for extra in extras for m in EXTRAS[extra] if not locate(m).here}
     if missing:
-        wanted = ",".join(dict.fromkeys(missing.values()))
-        _fail(f"this command needs {', '.join(missing)}; pip install 'layerplan[{wanted}]'", 1)
+        _fail(f"this command needs {', '.join(missing)}: {install_command(*dict.fromkeys(missing.values()))}", 1)
 
 
 def _refusing_bad_input(work: Callable[[], Any]) -> Any:
@@ -106,17 +90,23 @@ def doctor(as_json: AsJson = False) -> None:
 @app.command()
 def explain(
     op: Annotated[str, typer.Argument(help="An op of the table, for example rms_norm, linear, sdpa.")],
-    shape: Annotated[list[str], typer.Option("--shape", help="Input port, sizes, dtype: x=4096x8192:bfloat16. Repeatable.")],
-    arch: Annotated[str, typer.Option("--arch", help="sm_80, sm_89, sm_90, sm_100, sm_103, sm_120 or cpu.")],
+    shape: Annotated[list[str] | None, typer.Option("--shape", help="Input port, sizes, dtype: x=4096x8192:bfloat16. Repeatable.")] = None,
+    arch: Annotated[str | None, typer.Option("--arch", help="sm_80, sm_89, sm_90, sm_100, sm_103, sm_120, cpu, or a GPU's name such as H100.")] = None,
     attr: Annotated[list[str] | None, typer.Option("--attr", help="Attribute of the op, value in JSON: causal=true. Repeatable.")] = None,
     policy: Annotated[str | None, typer.Option("--policy", help="auto, strict or reference.")] = None,
     engine: Annotated[str | None, typer.Option("--engine", help="Force one engine, for example norm/torch.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which engine would run one op on an arch, and why the others would not. Needs no GPU."""
+    from .planner.explain import check_op, example, required_ports
     from .planner.explain import explain as explain_op
 
     def work() -> Any:
+        check_op(op)
+        missing = [option for option, given in (("--shape", shape), ("--arch", arch)) if not given]
+        if missing:
+            raise ValueError(f"{' and '.join(missing)} must be given: {op} takes the input ports {', '.join(required_ports(op))}; for example\n"
+                             f"  {example(op)}")  # fmt: skip
         return explain_op(op, parse_shapes(shape), arch, policy=policy, engine=engine, **parse_attributes(attr or []))
 
     found = _refusing_bad_input(work)

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .engines.packages import Place, locate
+from .engines.packages import Place, distribution, is_checkout, locate
 from .settings import SettingsError, relevant_environment, settings
 
 # distribution -> the module that it brings (None: it brings only other distributions)
@@ -74,7 +74,7 @@ print("\n" + json.dumps(facts))
 def collect(*, torch_timeout: float = 120.0) -> dict[str, Any]:
     """Everything the report shows, as JSON-able data.
 
-    Keys: layerplan, python, system, packages, libraries, torch, driver, gpus, engines, caches, environment, problems.
+    Keys: layerplan, python, system, packages, libraries, megatron, torch, driver, gpus, engines, caches, environment, problems.
     ``problems`` lists what should be mended; ``torch_timeout`` (seconds) bounds the only slow part.
     """
     problems: list[str] = []
@@ -200,8 +200,7 @@ def _own_facts() -> dict[str, Any]:
     import layerplan
 
     root = Path(layerplan.__file__).resolve().parent
-    checkout = (root.parent / "pyproject.toml").exists()
-    return {"version": layerplan.__version__, "location": str(root), "install": "checkout" if checkout else "package"}
+    return {"version": layerplan.__version__, "location": str(root), "install": "checkout" if is_checkout() else "package"}
 
 
 def _megatron(versions: dict[str, str]) -> dict[str, Any]:
@@ -308,17 +307,18 @@ def _cudnn_copies(torch_facts: dict[str, Any], environment: dict[str, str]) -> l
 
 
 def _gpus(torch_facts: dict[str, Any], problems: list[str]) -> list[dict[str, Any]]:
-    """Devices with the arch that the planner uses for each, None where it has none."""
+    """Devices with the arch that the planner uses for each and the board whose rates it predicts with, None where it has none."""
     from .engines import arch as archs
 
     rows = []
     for device in torch_facts.get("devices", ()):
         try:
-            name = archs.of_capability(tuple(device["capability"])).name
+            arch = archs.of_capability(tuple(device["capability"]))
+            planned = {"arch": arch.name, "rates_of": arch.board}
         except ValueError as e:
-            name = None
+            planned = {"arch": None, "rates_of": None}
             problems.append(f"GPU {device['index']} ({device['name']}): {e}")
-        rows.append({**device, "arch": name})
+        rows.append({**device, **planned})
     return rows
 
 
@@ -333,7 +333,7 @@ def _engines(torch_facts: dict[str, Any], gpus: list[dict[str, Any]], problems: 
         answers = list(pool.map(lambda module: probe_import(module, 60), modules))
     for module, why in zip(modules, answers, strict=True):
         if why is not None:
-            broken[module] = f"needs the package {module!r}, which cannot be imported: {why}"
+            broken[module] = f"needs the package {distribution(module)!r}, which cannot be imported: {why}"
             problems.append(f"{module} is installed but cannot be imported: {why}; reinstall it")
     for entry in MANIFEST:
         for arch in here:
@@ -354,16 +354,11 @@ def _why_not(entry: Any, arch: str, torch_facts: dict[str, Any], broken: dict[st
 
 def _caches(environment: dict[str, str]) -> list[dict[str, Any]]:
     try:
-        own = settings().cache_dir
-    except SettingsError:
-        own = Path(environment.get("LAYERPLAN_CACHE_DIR") or "~/.cache/layerplan").expanduser()
-    try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
         user = "unknown"
     temporary = Path(tempfile.gettempdir())
     places = {
-        "layerplan": own,
         "inductor": Path(environment.get("TORCHINDUCTOR_CACHE_DIR") or temporary / f"torchinductor_{user}"),
         "triton": Path(environment.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"),
     }
@@ -419,7 +414,8 @@ def render(facts: dict[str, Any], console: Any) -> None:
         console.print(f"\ntorch: {torch_facts['status']}: {escape(torch_facts['error'])}")
     console.print(f"NVIDIA driver: {facts['driver']['version'] or 'none'}")
     for gpu in facts["gpus"]:
-        console.print(f"GPU {gpu['index']}: {gpu['name']}, {gpu['memory_gib']} GiB, planned as {gpu['arch'] or 'nothing'}")
+        planned = f"{gpu['arch']} with the rates of {gpu['rates_of']}" if gpu["arch"] else "nothing"
+        console.print(f"GPU {gpu['index']}: {gpu['name']}, {gpu['memory_gib']} GiB, planned as {planned}")
     if not facts["gpus"]:
         console.print("GPUs: none")
 

@@ -2,24 +2,26 @@
 
 Shapes are written ``[b, s, h, d]`` (batch, sequence, heads, head dim) or packed ``[t, h, d]``. Every function takes
 ``engine="family/name"`` (force one engine; a decline is an error) and ``policy=`` (a mode or a Policy). Inputs that break a
-rule raise ValueError before any launch, naming field, value and rule. Inputs are never modified.
+rule raise ValueError or TypeError before any launch, naming field, value and rule. Inputs are never modified.
+
+Double backward (``create_graph=True``) and torch.func transforms are refused with a RuntimeError, except where the whole plan
+is one call that its library differentiates (``linear`` on torch is): torch differentiates that as often as asked.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from .engines.manifest import BY_ID
 from .graph.ir import Graph, GraphBuilder
+from .graph.ops.attention import check_cu_seqlens
 from .planner.policy import Policy
-from .planner.runner import Runner
+from .planner.runner import Runner, readable
 from .planner.shapes import SpecMaker, bucket
-from .settings import settings
 
 Tensor = torch.Tensor
 _runners: dict[tuple, Runner] = {}
@@ -34,17 +36,36 @@ def _make(key: tuple, op: str, ports: tuple[str, ...], patterns: tuple[str, ...]
         values = {p: b.input(p, spec(t, pattern)) for p, t, pattern in zip(ports, tensors, patterns, strict=True)}
         out = b.op(op, want=want, **values, **attrs)
         names = dict(b.node_of(out if isinstance(out, str) else out[0]).outputs)
-        return b.build([names[p] for p in want])
+        graph = b.build([names[p] for p in want])
+
+        _runners[key] = runner  # once the graph has passed: a key that is refused is not kept
+        return graph
 
     chosen = Policy.of(policy)
+    if chosen.per_module:
+        raise ValueError(f"{op}: policy per_module = {dict(chosen.per_module)}: patterns match names of modules, which a function has none of; "
+                         "pass a mode or a Policy without them")  # fmt: skip
     if engine is not None:
         chosen = dataclasses.replace(chosen, engine=engine)
         row = BY_ID[engine]
         if not row.is_reference and op not in row.ops:
             able = ", ".join(e.id for e in BY_ID.values() if op in e.ops or e.is_reference)
             raise ValueError(f"{op}: engine = {engine!r}: has no code for {op}; use one of {able}")
-    runner = _runners[key] = Runner(build, ports, policy=chosen, name=op)
+    runner = Runner(build, ports, policy=chosen, name=op)
     return runner
+
+
+def _unhashable(op: str, policy: Any, **fields: Any) -> Exception:
+    """What is wrong with arguments that cannot be a key: lists, dicts and the like in the place of values."""
+    if isinstance(policy, Mapping):
+        return ValueError(f"{op}: policy = {policy!r}: patterns match names of modules, which a function has none of; pass a mode or a Policy")
+    for field, value in {**fields, "policy": policy}.items():
+        try:
+            hash(value)
+        except TypeError:
+            return TypeError(f"{op}: {field} = {value!r}: must be an immutable value, got {type(value).__name__}"
+                             + ("; pass a tuple" if isinstance(value, list) else ""))  # fmt: skip
+    raise AssertionError("unreachable: every field is hashable")
 
 
 def _call(op: str, attrs: tuple[tuple[str, Any], ...], inputs: tuple[tuple[str, str, Tensor | None], ...],
@@ -52,12 +73,23 @@ def _call(op: str, attrs: tuple[tuple[str, Any], ...], inputs: tuple[tuple[str, 
     """The general path: ``inputs`` are (port, dim pattern, tensor or None)."""
     tensors = [i[2] for i in inputs if i[2] is not None]
     key = (op, *[i[2] is None for i in inputs], attrs, engine, policy, want)
-    runner = _runners.get(key)
+    try:
+        runner = _runners.get(key)
+    except TypeError:
+        raise _unhashable(op, policy, **dict(attrs), engine=engine) from None
     if runner is None:
         given = [i for i in inputs if i[2] is not None]
         ports, patterns = (tuple(i[k] for i in given) for k in (0, 1))
         runner = _make(key, op, ports, patterns, dict(attrs), engine, policy, want)
     return runner(*tensors)
+
+
+def _seed_offset(op: str, rng: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
+    if rng is None:
+        return None, None
+    if not isinstance(rng, tuple | list) or len(rng) != 2:
+        raise TypeError(f"{op}: rng = {type(rng).__name__}: must be a pair (seed, offset) of int64 tensors of one element")
+    return rng[0], rng[1]
 
 
 _Y, _Y_RESIDUAL = ("y",), ("y", "residual_out")
@@ -66,7 +98,10 @@ _Y, _Y_RESIDUAL = ("y",), ("y", "residual_out")
 def _norm(op: str, x, weight, eps, bias, residual, zero_centered, engine, policy):
     if bias is None and residual is None:  # the hot path: one key, one call
         key = (op, eps, zero_centered, engine, policy)
-        runner = _runners.get(key)
+        try:
+            runner = _runners.get(key)
+        except TypeError:
+            raise _unhashable(op, policy, eps=eps, zero_centered=zero_centered, engine=engine) from None
         if runner is None:
             attrs = {"eps": eps, "zero_centered": zero_centered}
             runner = _make(key, op, ("x", "weight"), ("*t n!", "n!"), attrs, engine, policy, _Y)
@@ -98,7 +133,10 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *, engine: str | No
     """``x @ w.T + bias``: x [..., k], w [n, k], bias [n], all of one dtype -> [..., n]."""
     if bias is None:  # the hot path
         key = ("linear", engine, policy)
-        runner = _runners.get(key)
+        try:
+            runner = _runners.get(key)
+        except TypeError:
+            raise _unhashable("linear", policy, engine=engine) from None
         if runner is None:
             runner = _make(key, "linear", ("x", "weight"), ("*t k!", "n! k!"), {}, engine, policy, _Y)
         return runner(x, w)
@@ -111,16 +149,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
 
     ``x`` [b, s, h, d] or packed [t, h, d]; ``cos``, ``sin`` [positions, r / 2] with r <= d (the other d - r elements pass
     through). ``positions``: int32 or int64, [b, s], [s] or [t]; default 0, 1, 2, ... along the sequence. Pairs are
-    (i, i + r/2), or (2i, 2i + 1) if ``interleaved``. ``inverse`` turns back.
+    (i, i + r/2), or (2i, 2i + 1) if ``interleaved``. ``inverse`` turns back. The tables receive no gradient: ones that
+    require it are refused in grad mode.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"rope: x = {type(x).__name__}: must be a torch.Tensor")
+    if x.dim() not in (3, 4):
+        raise ValueError(f"rope: x has {x.dim()} dims: must be [b, s, h, d] or packed [t, h, d]; flatten the leading ones")
     axis = 1 if x.dim() == 4 else 0
-    if positions is None and cos.shape[0] < x.shape[axis]:
-        raise ValueError(f"rope: cos has {cos.shape[0]} positions: must cover the {x.shape[axis]} of x; "
-                         "build a longer table or pass positions")  # fmt: skip
-    if positions is not None and (settings().check or not positions.is_cuda) and positions.numel():
-        low, high = int(positions.min()), int(positions.max())
-        if low < 0 or high >= cos.shape[0]:
-            raise ValueError(f"rope: positions span {low} .. {high}: must lie in [0, {cos.shape[0]}), the rows of cos")
     lead = "b s" if x.dim() == 4 else "s"
     pattern = lead if positions is not None and positions.dim() == x.dim() - 2 else "s"
     attrs = (("interleaved", interleaved), ("inverse", inverse), ("seq_axis", axis))
@@ -128,29 +164,45 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
     return _call("rope", attrs, inputs, engine, policy, _Y)
 
 
-def _activation(op: str, doc: str) -> Callable[..., Tensor]:
-    def function(x: Tensor, *, clamp: float | None = None, row_weight: Tensor | None = None, engine: str | None = None,
-                 policy: Policy | str | None = None) -> Tensor:  # fmt: skip
-        if row_weight is None:  # the hot path
-            key = (op, clamp, engine, policy)
+def _activation(x: Tensor, op: str, clamp: float | None, row_weight: Tensor | None, engine: str | None,
+                policy: Policy | str | None) -> Tensor:  # fmt: skip
+    if row_weight is None:  # the hot path
+        key = (op, clamp, engine, policy)
+        try:
             runner = _runners.get(key)
-            if runner is None:
-                runner = _make(key, op, ("x",), ("*t f!",), {"clamp": clamp}, engine, policy, _Y)
-            return runner(x)
-        inputs = (("x", "*t f!", x), ("row_weight", "*t", row_weight))
-        return _call(op, (("clamp", clamp),), inputs, engine, policy, _Y)
-
-    function.__name__ = function.__qualname__ = op
-    function.__doc__ = doc
-    return function
+        except TypeError:
+            raise _unhashable(op, policy, clamp=clamp, engine=engine) from None
+        if runner is None:
+            runner = _make(key, op, ("x",), ("*t f!",), {"clamp": clamp}, engine, policy, _Y)
+        return runner(x)
+    return _call(op, (("clamp", clamp),), (("x", "*t f!", x), ("row_weight", "*t", row_weight)), engine, policy, _Y)
 
 
-swiglu = _activation("swiglu", """``silu(gate) * up`` of ``gate_up`` [..., 2f] = [gate, up] -> [..., f].
+def swiglu(gate_up: Tensor, *, clamp: float | None = None, row_weight: Tensor | None = None, engine: str | None = None,
+           policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """``silu(gate) * up`` of ``gate_up`` [..., 2f] = [gate, up] -> [..., f].
 
-    ``clamp`` c: gate to at most c, up to [-c, c], before the product. ``row_weight`` [...]: scales each row.""")
-geglu = _activation("geglu", "``gelu(gate) * up`` (exact gelu) of ``gate_up`` [..., 2f] -> [..., f]; options as for swiglu.")
-gelu = _activation("gelu", "Exact gelu of ``x``; ``clamp`` limits x from above, ``row_weight`` [...] scales each row.")
-squared_relu = _activation("squared_relu", "``relu(x) ** 2``; options as for gelu.")  # fmt: skip
+    ``clamp`` c: gate to at most c, up to [-c, c], before the product. ``row_weight`` [...]: scales each row.
+    """
+    return _activation(gate_up, "swiglu", clamp, row_weight, engine, policy)
+
+
+def geglu(gate_up: Tensor, *, clamp: float | None = None, row_weight: Tensor | None = None, engine: str | None = None,
+          policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """``gelu(gate) * up`` (exact gelu) of ``gate_up`` [..., 2f] -> [..., f]; options as for swiglu."""
+    return _activation(gate_up, "geglu", clamp, row_weight, engine, policy)
+
+
+def gelu(x: Tensor, *, clamp: float | None = None, row_weight: Tensor | None = None, engine: str | None = None,
+         policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """Exact gelu of ``x`` [..., f]; ``clamp`` limits x from above, ``row_weight`` [...] scales each row."""
+    return _activation(x, "gelu", clamp, row_weight, engine, policy)
+
+
+def squared_relu(x: Tensor, *, clamp: float | None = None, row_weight: Tensor | None = None, engine: str | None = None,
+                 policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """``relu(x) ** 2`` of ``x`` [..., f]; options as for gelu."""
+    return _activation(x, "squared_relu", clamp, row_weight, engine, policy)
 
 
 def bias_dropout_add(x: Tensor, residual: Tensor, *, bias: Tensor | None = None, p: float = 0.0,
@@ -158,7 +210,9 @@ def bias_dropout_add(x: Tensor, residual: Tensor, *, bias: Tensor | None = None,
                      policy: Policy | str | None = None) -> Tensor:  # fmt: skip
     """``residual + dropout(x + bias, p)``: x, residual [..., n], bias [n]. ``rng`` = (seed, offset), int64 tensors of one
     element: the mask is a pure function of them and of the element's index."""
-    seed, offset = rng if rng is not None else (None, None)
+    if rng is not None and p == 0.0:
+        raise ValueError("bias_dropout_add: rng is given but p = 0.0: it would be ignored; pass p= or drop rng=")
+    seed, offset = _seed_offset("bias_dropout_add", rng)
     inputs = (("x", "*t n!", x), ("residual", "*t n!", residual), ("bias", "n!", bias), ("seed", "*i", seed), ("offset", "*i", offset))
     return _call("bias_dropout_add", (("p", p),), inputs, engine, policy, _Y)
 
@@ -167,11 +221,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
                   policy: Policy | str | None = None) -> Tensor:  # fmt: skip
     """Loss per token, float32: ``logits`` [..., classes], ``targets`` [...] int32 or int64 -> [...]. Targets equal to
     ``ignore_index`` give 0 and no gradient."""
-    if (settings().check or not targets.is_cuda) and targets.numel():
-        kept = targets[targets != ignore_index]
-        if kept.numel() and (int(kept.min()) < 0 or int(kept.max()) >= logits.shape[-1]):
-            raise ValueError(f"cross_entropy: targets span {int(kept.min())} .. {int(kept.max())}: must lie in "
-                             f"[0, {logits.shape[-1]}) or equal ignore_index = {ignore_index}")  # fmt: skip
     inputs = (("logits", "*t v!", logits), ("targets", "*t", targets))
     return _call("cross_entropy", (("ignore_index", ignore_index),), inputs, engine, policy, ("loss",))
 
@@ -194,21 +243,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[in
     ``dropout`` with ``rng`` = (seed, offset). Gradients flow from out and lse into q, k, v and sink. ``softmax_scale``:
     default 1 / sqrt(d).
     """
-    if layout is None and q.dim() == 4 and sink is None and cu_seqlens_q is None and cu_seqlens_k is None and mask is None and rng is None:
+    if layout is None and isinstance(q, Tensor) and q.dim() == 4 and sink is None and cu_seqlens_q is None and cu_seqlens_k is None and mask is None and rng is None:
         key = ("sdpa", causal, window, softmax_scale, dropout, max_seqlen_q, max_seqlen_k, return_lse, engine, policy)
-        runner = _runners.get(key)  # the hot path: checked and made below on the first call
+        try:
+            runner = _runners.get(key)  # the hot path: checked and made below on the first call
+        except TypeError:
+            raise _unhashable("attention", policy, causal=causal, window=window, softmax_scale=softmax_scale, dropout=dropout,
+                              max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=return_lse, engine=engine) from None  # fmt: skip
         if runner is not None:
             return runner(q, k, v)
     else:
         key = None
+    if not isinstance(q, Tensor):
+        raise TypeError(f"attention: q = {type(q).__name__}: must be a torch.Tensor")
     layout = layout or ("thd" if q.dim() == 3 else "bshd")
     if rng is not None and dropout == 0.0:
         raise ValueError("attention: rng is given but dropout = 0.0: it would be ignored; pass dropout= or drop rng=")
     if layout == "thd":
         if cu_seqlens_q is None or cu_seqlens_k is None:
             raise ValueError("attention: packed inputs [t, h, d] need cu_seqlens_q and cu_seqlens_k; for one batch use [b, s, h, d]")
-        _check_cu_seqlens("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
-        _check_cu_seqlens("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
+        check_longest({"q": (cu_seqlens_q, max_seqlen_q), "k": (cu_seqlens_k, max_seqlen_k)})
         if cu_seqlens_q.shape != cu_seqlens_k.shape:
             raise ValueError(f"attention: cu_seqlens_q has {cu_seqlens_q.numel()} entries, cu_seqlens_k {cu_seqlens_k.numel()}: must be equal")
         patterns = ("tq h! d!", "tq g! d!", "tq g! e!")
@@ -216,10 +270,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[in
         raise ValueError(f"attention: cu_seqlens / max_seqlen with layout {layout!r}: they belong to packed inputs [t, h, d]")
     else:
         patterns = ("s b h! d!", "s b g! d!", "s b g! e!") if layout == "sbhd" else ("b s h! d!", "b s g! d!", "b s g! e!")
-    attrs = (("layout", layout), ("causal", bool(causal)), ("window", tuple(window)), ("scale", softmax_scale), ("dropout", dropout),
+    attrs = (("layout", layout), ("causal", bool(causal) if isinstance(causal, int) and causal in (0, 1) else causal), ("window", window), ("scale", softmax_scale), ("dropout", dropout),
              ("max_seqlen_q", bucket(max_seqlen_q) if max_seqlen_q else None),
              ("max_seqlen_k", bucket(max_seqlen_k) if max_seqlen_k else None))  # fmt: skip
-    seed, offset = rng if rng is not None else (None, None)
+    seed, offset = _seed_offset("attention", rng)
     inputs = (
         ("q", patterns[0], q), ("k", patterns[1], k), ("v", patterns[2], v), ("sink", "h!", sink),
         ("cu_seqlens_q", "n", cu_seqlens_q), ("cu_seqlens_k", "n", cu_seqlens_k), ("mask", "b h! s s", mask),
@@ -231,20 +285,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[in
     return _call("sdpa", attrs, inputs, engine, policy, want)
 
 
-def _check_cu_seqlens(side: str, cu: Tensor, tokens: int, longest: int | None) -> None:
-    """Values are read where that costs no host sync: on a CPU, or with LAYERPLAN_CHECK=1."""
-    name = f"cu_seqlens_{side}"
-    if cu.dim() != 1 or cu.numel() < 1:
-        raise ValueError(f"attention: {name} has shape {list(cu.shape)}: must be a vector of at least one entry, starting at 0")
-    if cu.is_cuda and not settings().check:
-        return
-    values = cu.tolist()
-    if values[0] != 0:
-        raise ValueError(f"attention: {name}[0] = {values[0]}: must be 0; prepend a 0 to the cumulative lengths")
-    for i, (a, b) in enumerate(itertools.pairwise(values)):
-        if b < a:
-            raise ValueError(f"attention: {name}[{i + 1}] = {b} after {a}: must not decrease; pass cumulative ends, not lengths")
-        if longest is not None and b - a > longest:
-            raise ValueError(f"attention: segment {i} of {name} has {b - a} tokens: longer than max_seqlen_{side} = {longest}")
-    if values[-1] > tokens:
-        raise ValueError(f"attention: {name}[-1] = {values[-1]}: beyond the tensor's {tokens} tokens")
+def check_longest(sides: dict[str, tuple[Tensor, int | None]]) -> None:
+    """Refuses segments that are longer than what the caller says is the longest: {side: (cu_seqlens, longest or None)}. Graphs
+    know the longest as a power of two only; all else about cu_seqlens is checked wherever a graph reads them."""
+    for side, (cu, longest) in sides.items():
+        if not isinstance(cu, Tensor):
+            raise TypeError(f"attention: cu_seqlens_{side} = {type(cu).__name__}: must be a torch.Tensor, int32 [segments + 1]")
+        if longest is not None and (type(longest) is not int or longest < 0):
+            shown = longest if isinstance(longest, int | float) else type(longest).__name__
+            raise TypeError(f"attention: max_seqlen_{side} = {shown}: must be an int of at least 0; pass the longest segment's length as an int")
+        if longest is not None and cu.dim() == 1 and readable(cu):
+            check_cu_seqlens(side, cu, None, longest)

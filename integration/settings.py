@@ -1,4 +1,4 @@
-"""Every environment variable that layerplan reads, typed, read once. No other file reads LAYERPLAN_* variables."""
+"""Every environment variable that layerplan reads; its own, LAYERPLAN_*, typed and read once. No other file reads the environment."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import difflib
 import functools
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Literal, get_args
 
-POLICIES = ("auto", "strict", "reference")
+PolicyMode = Literal["auto", "strict", "reference"]
+POLICIES: tuple[str, ...] = get_args(PolicyMode)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 VARIABLES = {
-    "LAYERPLAN_CHECK": "check device-side indices, offsets and outputs; costs host syncs",
+    "LAYERPLAN_CHECK": "check values of cu_seqlens, positions and targets on the device; costs host syncs",
     "LAYERPLAN_POLICY": "default planning policy: auto, strict or reference",
     "LAYERPLAN_DETERMINISTIC": "decline engines whose results may differ between runs",
-    "LAYERPLAN_CACHE_DIR": "folder of compiled kernels and records",
     "LAYERPLAN_LOG": "log level: debug, info, warning or error",
 }
 
@@ -33,7 +33,6 @@ class Settings:
     check: bool = False
     policy: str = "auto"
     deterministic: bool = False
-    cache_dir: Path = Path.home() / ".cache" / "layerplan"
     log: str = "warning"
 
     @staticmethod
@@ -66,7 +65,6 @@ class Settings:
             check=flag("LAYERPLAN_CHECK"),
             policy=choice("LAYERPLAN_POLICY", POLICIES, "auto"),
             deterministic=flag("LAYERPLAN_DETERMINISTIC"),
-            cache_dir=Path(env.get("LAYERPLAN_CACHE_DIR") or Settings.cache_dir).expanduser(),
             log=choice("LAYERPLAN_LOG", LOG_LEVELS, "warning"),
         )
         if problems:
@@ -84,6 +82,15 @@ def given() -> frozenset[str]:
 def settings() -> Settings:
     """The process's settings, read from the environment on first use."""
     return Settings.from_env(os.environ)
+
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launcher_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables by which a launcher tells a process its place among others (``LAUNCHER``), those that are set to something."""
+    env = os.environ if env is None else env
+    return {name: env[name].strip() for name in LAUNCHER if env.get(name, "").strip()}
 
 
 # what changes how torch, the CUDA libraries and compilers behave; nothing here names an account or a secret

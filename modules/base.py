@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..integration.graph.ir import Graph
-from ..integration.planner.plan_file import Pins
+from ..integration.planner.plan_file import Pins, load
 from ..integration.planner.policy import Policy
+from ..integration.planner.report import planned_modules
 from ..integration.planner.runner import Runner
 
 
@@ -20,6 +22,7 @@ class PlannedModule(torch.nn.Module):
     mask) by a hashable key and builds the graph once per shape class."""
 
     _plan_name = ""
+    runs_own_plans = True  # read by planner.report.planned_modules
     _deterministic = False  # whether the module's own config asks for reruns that are bitwise equal, under any policy
 
     def planned(self, key: tuple, names: tuple[str, ...], build: Callable[..., Graph], *,
@@ -43,8 +46,8 @@ class PlannedModule(torch.nn.Module):
         return list(self.__dict__.get("_runners", {}).values())
 
     def run_by_parent(self) -> None:
-        """Leave this module out of reports: its parent's plan reads its parameters and never calls it."""
-        self.__dict__["plan_runners"] = None
+        """Leave this module out of reports and policies: its parent's plan reads its parameters and never calls it."""
+        self.runs_own_plans = False
 
     def set_policy(self, policy: Policy, name: str = "", *, pins: Pins | None = None) -> None:
         """Plan anew under ``policy`` and the plan file ``pins`` (None: without one) from the next call on."""
@@ -67,17 +70,22 @@ class PlannedModule(torch.nn.Module):
 
 def planned_names(model: torch.nn.Module) -> list[str]:
     """Names of the modules of ``model`` that run plans of their own: what patterns of a policy are held against."""
-    return [n for n, m in model.named_modules() if isinstance(m, PlannedModule) and m.plan_runners is not None]
+    return [name for name, _ in planned_modules(model)]
 
 
-def apply_policy(model: torch.nn.Module, policy: Policy | str | Mapping[str, str] | None, *, pins: Pins | None = None,
+def apply_policy(model: torch.nn.Module, policy: Policy | str | Mapping[str, str] | None, *, pins: Pins | str | Path | None = None,
                  rename: Callable[[str], str] = str) -> None:  # fmt: skip
     """Set the policy of every layerplan module of ``model``; patterns of ``per_module`` match its module names, or what ``rename``
     makes of them. ValueError where a pattern holds for no module, with close names; nothing is set then.
 
-    ``pins`` (``planner.plan_file.load``): regions that they name run on the engine and with the knobs that they say. Where
-    the engine no longer takes one, planning it is a PlanError.
+    ``pins``, a plan file's path or what ``planner.plan_file.load`` made of it: regions that they name run on the engine and with
+    the knobs that they say. Where the engine no longer takes one, planning it is a PlanError; PlanFileError for a file that
+    cannot be read.
     """
+    if isinstance(pins, str | Path):
+        pins = load(pins)
+    if pins is not None and not isinstance(pins, Pins):
+        raise TypeError(f"apply_policy: pins = {type(pins).__name__}: must be a plan file's path, its Pins, or None")
     chosen = Policy.of(policy)
     wrong = chosen.unmatched(rename(n) for n in planned_names(model))
     if wrong:

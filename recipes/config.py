@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..integration.planner.plan_file import Pins, PlanFileError, load
 from ..integration.problems import Problem
+from ..integration.settings import PolicyMode
 
 
 class RecipeError(ValueError):
@@ -96,10 +100,11 @@ class Optimizer:
 
 @dataclass(kw_only=True)
 class Schedule:
-    """Linear warm-up, then ``style`` down to optimizer.min_lr at ``decay_steps`` (None: train.steps)."""
+    """Linear warm-up over ``warmup_steps`` (None: a tenth of the decay's steps, at most 100), then ``style`` down to
+    optimizer.min_lr at ``decay_steps`` (None: train.steps)."""
 
     style: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = 0
+    warmup_steps: int | None = None
     decay_steps: int | None = None
 
 
@@ -108,6 +113,11 @@ class Precision:
     """``bf16``: parameters and activations in bfloat16, gradients accumulated and weights kept in float32."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
+
+    @property
+    def tensor_dtype(self) -> str:
+        """The dtype of parameters and activations, by the name that graphs and torch have for it."""
+        return {"fp32": "float32", "bf16": "bfloat16"}[self.dtype]
 
 
 @dataclass(kw_only=True)
@@ -118,7 +128,7 @@ class Plan:
     for modules by name, first match first, each PATTERN=POLICY (``*.mlp=reference``); layers are numbered through all stages."""
 
     layers: Literal["layerplan", "megatron_local"] = "layerplan"
-    policy: Literal["auto", "strict", "reference"] = "auto"
+    policy: PolicyMode = "auto"
     per_module: tuple[str, ...] = ()
     deterministic: bool = False
     recompute: Literal["none", "full", "selective"] = "none"
@@ -169,7 +179,8 @@ class Train:
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
-_SPLIT_PARTS = 3
+_SHARES = 3
+_MAX_WARMUP = 100
 _MODULES = ("core_attn", "layernorm", "mlp")  # Megatron's others are of experts and latent attention
 
 
@@ -211,6 +222,17 @@ class Recipe:
         if problems:
             raise RecipeError(problems)
         return Recipe(name=data["name"], **made)
+
+    @property
+    def decay_steps(self) -> int:
+        """The step at which the rate has come down to optimizer.min_lr."""
+        return self.train.steps if self.schedule.decay_steps is None else self.schedule.decay_steps
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which the rate rises to optimizer.lr."""
+        given = self.schedule.warmup_steps
+        return min(_MAX_WARMUP, self.decay_steps // 10) if given is None else given
 
     def sections(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "name"}
@@ -258,6 +280,16 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = ("schedule.warmup_steps", "checkpoint.every_steps", "optimizer.weight_decay", "optimizer.min_lr",
                   "optimizer.clip_grad", "model.init_std", "train.seed", "train.eval_every_steps",
                   "data.seed")  # fmt: skip
+AT_MOST = {
+    "model.num_layers": 10**5, "model.hidden_size": 10**6, "model.ffn_hidden_size": 10**7, "model.num_attention_heads": 10**5,
+    "model.num_query_groups": 10**5, "model.head_dim": 10**5, "model.vocab_size": 10**8, "model.seq_length": 10**8,
+    "parallel.tensor": 10**5, "parallel.pipeline": 10**5, "train.global_batch": 10**8, "train.micro_batch": 10**6,
+    "train.steps": 10**9, "train.eval_batches": 10**8, "train.eval_every_steps": 10**9, "schedule.warmup_steps": 10**9,
+    "schedule.decay_steps": 10**9, "checkpoint.every_steps": 10**9, "checkpoint.keep": 10**9, "logging.every_steps": 10**9,
+    "train.seed": 2**32 - 1, "data.seed": 2**32 - 1,  # NumPy's generators take no more
+}  # fmt: skip
+"""Sizes and counts that no run passes: a value beyond is a slip, and would run into 64-bit arithmetic or endless loops."""
+_THREADS_PER_CPU = 4
 _ABOVE_ZERO = ("optimizer.lr", "optimizer.eps", "model.norm_eps", "model.rope_base")
 _FRACTIONS = ("model.hidden_dropout", "model.attention_dropout", "optimizer.beta1", "optimizer.beta2")
 
@@ -280,6 +312,12 @@ def _ranges(recipe: Recipe) -> list[Problem]:
             value = _get(recipe, path)
             if value is not None and not (math.isfinite(value) and holds(value)):
                 problems.append(Problem(path, value, rule, "set a value in that range"))
+    cpus = os.cpu_count() or 1
+    threads = f" = {_THREADS_PER_CPU} * the {cpus} CPUs of this machine"
+    for path, most, why in (*((p, n, "") for p, n in AT_MOST.items()), ("train.threads", _THREADS_PER_CPU * cpus, threads)):
+        value = _get(recipe, path)
+        if value is not None and value > most:
+            problems.append(Problem(path, value, f"must be at most {most}{why}", "lower it"))
     return problems
 
 
@@ -326,16 +364,16 @@ def _rest(recipe: Recipe) -> list[Problem]:
     problems = []
     t, s, o, c = recipe.train, recipe.schedule, recipe.optimizer, recipe.checkpoint
     _divides(problems, "train.global_batch", t.global_batch, t.micro_batch, "train.micro_batch", "a step is whole micro-batches")
-    end = s.decay_steps if s.decay_steps is not None else t.steps
-    if s.warmup_steps >= end >= 1:
+    end = recipe.decay_steps
+    if s.warmup_steps is not None and s.warmup_steps >= end >= 1:
         which = "train.steps" if s.decay_steps is None else "schedule.decay_steps"
         problems.append(Problem("schedule.warmup_steps", s.warmup_steps, f"must be below {which} = {end}",
-                                f"lower it, or raise {which}"))  # fmt: skip
+                                f"lower it, raise {which}, or leave it out: a tenth of {which}"))  # fmt: skip
     if o.min_lr > o.lr:
         problems.append(Problem("optimizer.min_lr", o.min_lr, f"must be at most optimizer.lr = {o.lr}", "lower it"))
     if c.every_steps and c.dir is None:
         problems.append(Problem("checkpoint.every_steps", c.every_steps, "needs a folder to save in", "set checkpoint.dir=PATH"))
-    problems += _split(recipe.data.split, t.eval_every_steps)
+    problems += _shares(recipe.data.split, t.eval_every_steps)
     problems += _plan_file(recipe.plan)
     problems += _arch(recipe.plan.arch)
     if recipe.plan.recompute == "selective":
@@ -345,35 +383,38 @@ def _rest(recipe: Recipe) -> list[Problem]:
     return problems
 
 
-def _split(split: str, eval_every_steps: int) -> list[Problem]:
+def _shares(split: str, eval_every_steps: int) -> list[Problem]:
     try:
         parts = [float(p) for p in split.split(",")]
     except ValueError:
         parts = []
-    if len(parts) != _SPLIT_PARTS or not all(p >= 0 for p in parts) or parts[0] <= 0:
-        return [Problem("data.split", split, "must be three shares for training, validation and test, the first above 0", "write 98,2,0")]
+    if len(parts) != _SHARES or not all(0 <= p < math.inf for p in parts) or parts[0] <= 0:
+        return [Problem("data.split", split, "must be three finite shares for training, validation and test, the first above 0", "write 98,2,0")]
     if eval_every_steps > 0 and parts[1] == 0:
         rule = f"leaves nothing for validation, which train.eval_every_steps = {eval_every_steps} asks for"
         return [Problem("data.split", split, rule, "write 98,2,0, or set train.eval_every_steps=0")]
     return []
 
 
+def pattern_and_mode(row: str) -> tuple[str, str]:
+    """The two halves of a row of plan.per_module; the last equals sign parts them. Empty where one is absent."""
+    pattern, _, mode = row.rpartition("=")
+    return pattern.strip(), mode.strip()
+
+
 def _plan_file(plan: Plan) -> list[Problem]:
     if plan.file is not None and plan.layers != "layerplan":
         return [Problem("plan.file", plan.file, f"plan.layers = {plan.layers!r} runs no plans",
                         "set plan.layers=layerplan or plan.file=none")]  # fmt: skip
-    modes = {plan.policy, *(row.rpartition("=")[2].strip() for row in plan.per_module)}
+    modes = {plan.policy, *(pattern_and_mode(row)[1] for row in plan.per_module)}
     if plan.file is not None and modes == {"reference"}:
         return [Problem("plan.file", plan.file, "plan.policy = 'reference' leaves no choice that could be pinned",
                         "set plan.policy=auto or plan.file=none")]  # fmt: skip
     return []
 
 
-def load_pins(recipe: Recipe) -> Any:
-    """The pins of plan.file (a ``plan_file.Pins``), None where the recipe names none. Raises RecipeError where the file
-    cannot be read."""
-    from ..integration.planner.plan_file import PlanFileError, load
-
+def load_pins(recipe: Recipe) -> Pins | None:
+    """The pins of plan.file, None where the recipe names none. Raises RecipeError where the file cannot be read."""
     file = recipe.plan.file
     if file is None:
         return None
@@ -383,6 +424,25 @@ def load_pins(recipe: Recipe) -> Any:
         return load(Path(file), source=source, remedy=remedy)
     except PlanFileError as error:
         raise RecipeError([Problem("plan.file", file, str(error).removeprefix(f"{source}: "), remedy)]) from None
+
+
+def folder_problems(recipe: Recipe) -> list[Problem]:
+    """Folders that the run would write to and cannot: each is tried with an empty folder in it, or in what exists of it, that is
+    removed again."""
+    problems = []
+    for path, value in (("checkpoint.dir", recipe.checkpoint.dir), ("logging.dir", recipe.logging.dir)):
+        if value is None:
+            continue
+        try:
+            folder = Path(value).absolute()
+            while not folder.exists():
+                folder = folder.parent
+            with tempfile.TemporaryDirectory(prefix=".layerplan-", dir=folder):
+                pass
+        except (OSError, ValueError) as error:  # a file in its path, no right to write, a name that no path can have
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            problems.append(Problem(path, value, f"must be a folder that can be made and written to ({why})", "choose another folder"))
+    return problems
 
 
 def _arch(name: str | None) -> list[Problem]:

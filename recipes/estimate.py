@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from ..integration.engines.arch import Arch
+from ..integration.engines.manifest import BY_ID
 from ..integration.graph.ir import Graph
 from ..integration.planner.plan_file import Pins, pins_of
 from ..integration.planner.planner import Plan, plan
 from ..integration.planner.policy import Policy
+from ..integration.planner.text import aligned
 from ..modules.graphs import (
     Activation,
     HeadLayout,
@@ -29,8 +31,10 @@ from .policies import modules_of, policy_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedGraph:
-    """One distinct graph of the model: its plan and how often a micro-batch runs it on the fullest rank."""
+    """One distinct graph of the model: its plan and how often a micro-batch runs it on the fullest rank. ``kind``: which modules
+    run it, one of ``policies.MODULE_KINDS``."""
 
+    kind: str
     name: str
     plan: Plan
     times: int
@@ -65,7 +69,7 @@ class RecipePlan:
         return {
             "recipe": self.recipe, "arch": self.arch, "micro_batches": self.micro_batches, "tokens_per_step": self.tokens_per_step,
             "predicted_step_seconds": self.step_seconds, "planning_ms": round(self.planning_ms, 3),
-            "graphs": [{"name": g.name, "times": g.times, "signature": g.plan.signature, "predicted_us": round(g.seconds * 1e6, 1),
+            "graphs": [{"kind": g.kind, "name": g.name, "times": g.times, "signature": g.plan.signature, "predicted_us": round(g.seconds * 1e6, 1),
                         "regions": g.plan.choices()} for g in self.graphs],
         }  # fmt: skip
 
@@ -75,26 +79,49 @@ class RecipePlan:
             lines.append(f"  {g.name} x {g.times}  about {g.seconds * 1e3:.2f} ms a micro-batch")
             for row in g.plan.choices():
                 lines.append(f"    {row['pass']:<8} {'+'.join(row['ops']):<28} {row['engine']:<24} {row['predicted_us']:>10.1f} us")
+        lines += self._references()
         lines.append(f"time        about {self.step_seconds:.3g} s a step ({self.tokens_per_step / self.step_seconds:,.0f} tokens/s) in these "
                      "plans and the output layer: a prediction from datasheet rates, without optimiser and communication")  # fmt: skip
         return "\n".join(lines)
+
+
+    def _references(self) -> list[str]:
+        """Why regions run on a reference on a GPU: the engines that declined, with the reason of each, once for all ops that share them."""
+        found: dict[tuple[tuple[str, str], ...], tuple[dict[str, None], dict[str, None]]] = {}
+        for g in self.graphs:
+            for part in (g.plan.forward, g.plan.backward):
+                for r in part.regions if part and g.plan.arch.is_gpu else ():
+                    if r.engine not in BY_ID or not BY_ID[r.engine].is_reference:
+                        continue
+                    chosen, *others = r.candidates
+                    declined = tuple((c.engine, c.reason) for c in others) if g.plan.policy.chooses else (("", chosen.reason),)
+                    ops, names = found.setdefault(declined, ({}, {}))
+                    ops["+".join(r.ops)] = names[g.name] = None
+        lines = ["reference   plain PyTorch runs"] if found else []
+        for declined, (ops, names) in found.items():
+            lines.append(f"  {', '.join(ops)} in {', '.join(names)}, because")
+            engines: dict[str, list[str]] = {}
+            for engine, reason in declined:
+                engines.setdefault(reason, []).append(engine)
+            lines += [f"    {line}" for line in aligned((f"{', '.join(who)}:" if who[0] else "", why) for why, who in engines.items())]
+        return lines
 
 
 def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _graphs(recipe: Recipe) -> list[tuple[str, Graph, int, frozenset[str]]]:
-    """(name, graph, count per stage, save policy) of every distinct graph: those that the layers build in training."""
+def _graphs(recipe: Recipe) -> list[tuple[str, str, Graph, int, frozenset[str]]]:
+    """(kind, name, graph, count per stage, save policy) of every distinct graph: those that the layers build in training."""
     m, p, plan = recipe.model, recipe.parallel, recipe.plan
-    dtype = torch.bfloat16 if recipe.precision.dtype == "bf16" else torch.float32
+    dtype = getattr(torch, recipe.precision.tensor_dtype)
     tp = TensorParallel(p.tensor, p.sequence and p.tensor > 1)
     norm = NormAttrs("rms_norm" if m.normalization == "RMSNorm" else "layer_norm", m.norm_eps)
     s, b, h, f, t = m.seq_length, recipe.train.micro_batch, m.hidden_size, m.ffn_hidden_size // p.tensor, p.tensor
     hq, hk, d = m.num_attention_heads // t, m.num_query_groups // t, m.head_width
     layers = math.ceil(m.num_layers / p.pipeline)
     modules = set(plan.recompute_modules) if plan.recompute == "selective" else set()
-    keep = ({"all_gather"} if tp.sequence else set()) | ({norm.op} if "layernorm" in modules else set())
+    recompute = ({"all_gather"} if tp.sequence else set()) | ({norm.op} if "layernorm" in modules else set())
 
     def norm_of(prefix: str, width: int) -> dict[str, torch.Tensor]:
         ports = ("weight", "bias") if norm.op == "layer_norm" else ("weight",)
@@ -114,43 +141,44 @@ def _graphs(recipe: Recipe) -> list[tuple[str, Graph, int, frozenset[str]]]:
            *([_meta(dtype, f * (2 if m.gated else 1))] if m.linear_bias else []), *norm_of("", h).values()]  # fmt: skip
     _, mlp_of = mlp_graph(tp, Activation(m.activation), bias=m.linear_bias, row_weight=False, norm=norm,
                           norm_bias=norm.op == "layer_norm")  # fmt: skip
-    again = frozenset(keep | ({"sdpa"} if "core_attn" in modules else set()))
+    attention_recompute = recompute | ({"sdpa"} if "core_attn" in modules else set())
     last = x | norm_of("", h)
     return [
-        ("norm + self attention", self_attention(*attention.values()), layers, again),
-        ("norm + mlp", mlp_of(*mlp), layers, frozenset(keep)),
-        ("final norm", norm_graph(norm, tuple(last))(*last.values()), 1, frozenset()),
+        ("self_attention", "norm + self attention", self_attention(*attention.values()), layers, frozenset(attention_recompute)),
+        ("mlp", "norm + mlp", mlp_of(*mlp), layers, frozenset(recompute)),
+        ("final_layernorm", "final norm", norm_graph(norm, tuple(last))(*last.values()), 1, frozenset()),
     ]  # fmt: skip
 
 
-def _policies(recipe: Recipe, graph: str, times: int) -> list[tuple[Policy, int]]:
-    """The policies of the modules that run a graph, and for how many of the ``times`` in a micro-batch each holds, on the stage
+def _policies(recipe: Recipe, kind: str, times: int) -> list[tuple[Policy, int]]:
+    """The policies of the modules of a kind, which run one graph, and for how many of the ``times`` in a micro-batch each holds, on the stage
     where it holds most often."""
-    policy, names = policy_of(recipe), modules_of(recipe, graph)
+    policy, names = policy_of(recipe), modules_of(recipe, kind)
     stages = [[policy.for_module(n) for n in names[i : i + times]] for i in range(0, len(names), times)]
     return [(p, max(s.count(p) for s in stages)) for p in dict.fromkeys(p for s in stages for p in s)]
 
 
-def estimate_recipe(recipe: Recipe, arch: Arch, world: int | None = None) -> RecipePlan:
+def estimate_recipe(recipe: Recipe, arch: Arch, world: int | None = None, *, pins: Pins | None = None) -> RecipePlan:
     """Plan every distinct graph of ``recipe`` for ``arch``. ``world``: number of ranks (default: one data-parallel replica).
+    ``pins``: the content of plan.file where the caller has it, read here otherwise.
 
     Raises PlanError where the recipe's policy leaves a region without an engine or a pin of plan.file no longer fits,
     RecipeError where plan.file cannot be read.
     """
-    pins = load_pins(recipe)
+    pins = load_pins(recipe) if pins is None else pins
     start = time.perf_counter()
     planned = []
-    for name, g, times, keep in _graphs(recipe):
+    for kind, name, g, times, recompute in _graphs(recipe):
         weights = tuple(i for i, v in enumerate(g.inputs) if v in g.weights)
-        options = {"needs_grad": tuple(v == "x" or v in g.weights for v in g.inputs), "recompute": keep, "pins": pins,
+        options = {"needs_grad": tuple(v == "x" or v in g.weights for v in g.inputs), "recompute": recompute, "pins": pins,
                    "accumulate": weights if recipe.plan.gradient_accumulation_fusion else ()}  # fmt: skip
-        for policy, count in _policies(recipe, name, times):
+        for policy, count in _policies(recipe, kind, times):
             shown = name if policy.mode == recipe.plan.policy else f"{name} ({policy.mode})"
-            planned.append(PlannedGraph(shown, plan(g, arch, policy, **options), count))
+            planned.append(PlannedGraph(kind, shown, plan(g, arch, policy, **options), count))
     planning_ms = (time.perf_counter() - start) * 1e3
     m, t, p = recipe.model, recipe.train, recipe.parallel
     data = max(1, (world or p.tensor * p.pipeline) // (p.tensor * p.pipeline))
     micro_batches = t.global_batch // (t.micro_batch * data)
-    dtype = "bfloat16" if recipe.precision.dtype == "bf16" else "float32"
-    outside = 3 * arch.roofline(2 * t.micro_batch * m.seq_length * m.hidden_size * m.vocab_size / p.tensor, 0, dtype) / 0.75
+    flops = 2 * t.micro_batch * m.seq_length * m.hidden_size * m.vocab_size / p.tensor
+    outside = 3 * arch.roofline(flops, 0, recipe.precision.tensor_dtype) / 0.75
     return RecipePlan(recipe.name, arch.name, tuple(planned), micro_batches, t.global_batch * m.seq_length, outside, planning_ms)

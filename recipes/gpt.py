@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .config import Logging, Model, Optimizer, Precision, Recipe, Schedule, Train
+from .config import Logging, Model, Optimizer, Precision, Recipe, Train
 
 
 def gpt_tiny() -> Recipe:
@@ -15,7 +15,6 @@ def gpt_tiny() -> Recipe:
         ),
         train=Train(steps=400, global_batch=8, micro_batch=4),
         optimizer=Optimizer(lr=3e-3, min_lr=3e-4),
-        schedule=Schedule(warmup_steps=20),
         logging=Logging(every_steps=1),
     )  # fmt: skip
 
@@ -30,6 +29,5 @@ def gpt_125m() -> Recipe:
         ),
         train=Train(steps=5000, global_batch=64, micro_batch=16),
         optimizer=Optimizer(lr=6e-4, min_lr=6e-5),
-        schedule=Schedule(warmup_steps=100),
         precision=Precision(dtype="bf16"),
     )  # fmt: skip

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from ..integration.planner.policy import MODES, Policy
+from ..integration.planner.policy import Policy
 from ..integration.problems import Problem
-from ..integration.settings import SettingsError, given, settings
-from .config import Recipe
+from ..integration.settings import POLICIES, SettingsError, given, settings
+from .config import AT_MOST, Recipe, pattern_and_mode
 
-_FINAL_NORM = "final norm"
+MODULE_KINDS = ("self_attention", "mlp", "final_layernorm")
+"""What runs plans in a model, by the last part of the modules' names; the first two are in every layer."""
 
 
-def modules_of(recipe: Recipe, graph: str) -> tuple[str, ...]:
-    """Names of the modules that run one of the graphs of ``estimate``, in the order of the layers, which are numbered through all
-    pipeline stages."""
-    if graph == _FINAL_NORM:
+def modules_of(recipe: Recipe, kind: str) -> tuple[str, ...]:
+    """Names of the modules of one of ``MODULE_KINDS``, in the order of the layers, which are numbered through all pipeline
+    stages."""
+    if kind == "final_layernorm":
         return ("decoder.final_layernorm",)
-    return tuple(f"decoder.layers.{i}.{'mlp' if 'mlp' in graph else 'self_attention'}" for i in range(recipe.model.num_layers))
+    return tuple(f"decoder.layers.{i}.{kind}" for i in range(recipe.model.num_layers))
 
 
 def module_names(recipe: Recipe) -> tuple[str, ...]:
     """Names of all modules of the model that run plans: what the patterns of plan.per_module are held against."""
-    return tuple(name for graph in ("self attention", "mlp", _FINAL_NORM) for name in modules_of(recipe, graph))
+    return tuple(name for kind in MODULE_KINDS for name in modules_of(recipe, kind))
 
 
 def policy_of(recipe: Recipe) -> Policy:
     """plan.policy, plan.per_module and plan.deterministic as the planner's policy. The recipe must be valid."""
     plan = recipe.plan
-    return Policy(mode=plan.policy, deterministic=plan.deterministic, per_module=tuple(_split(row) for row in plan.per_module))
-
-
-def _split(row: str) -> tuple[str, str]:
-    pattern, _, mode = row.rpartition("=")
-    return pattern.strip(), mode.strip()
+    return Policy(mode=plan.policy, deterministic=plan.deterministic, per_module=tuple(map(pattern_and_mode, plan.per_module)))
 
 
 def policy_problems(recipe: Recipe) -> list[Problem]:
@@ -45,13 +41,15 @@ def _per_module(recipe: Recipe) -> list[Problem]:
         return [Problem(field, plan.per_module, f"plan.layers = {plan.layers!r} runs no plans", "set plan.layers=layerplan or drop it")]
     problems, rows = [], []
     for text in plan.per_module:
-        pattern, mode = _split(text)
-        if not pattern or mode not in MODES:
-            problems.append(Problem(field, text, f"must read PATTERN=POLICY with a policy of {', '.join(MODES)}", "as in *.mlp=reference"))
+        pattern, mode = pattern_and_mode(text)
+        if not pattern or mode not in POLICIES:
+            problems.append(Problem(field, text, f"must read PATTERN=POLICY with a policy of {', '.join(POLICIES)}", "as in *.mlp=reference"))
         elif pattern in (p for p, _ in rows):
             problems.append(Problem(field, text, f"the pattern {pattern!r} is given twice; the first holds", "drop one"))
         else:
             rows.append((pattern, mode))
+    if not rows or not 1 <= recipe.model.num_layers <= AT_MOST["model.num_layers"]:
+        return problems  # the number of layers is a problem of its own, and as many names need not end
     for pattern, (rule, remedy) in Policy(per_module=tuple(rows)).unmatched(module_names(recipe)).items():
         problems.append(Problem(field, f"{pattern}={dict(rows)[pattern]}", rule, remedy))
     return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..integration.graph.ir import ITEMSIZE
 from .config import Model, Recipe
 
 
@@ -55,7 +56,7 @@ def memory_estimate(recipe: Recipe, world: int | None = None) -> Memory:
     m, p, t = recipe.model, recipe.parallel, recipe.train
     world = world or p.tensor * p.pipeline
     data = max(1, world // (p.tensor * p.pipeline))
-    width = 2 if recipe.precision.dtype == "bf16" else 4
+    width = ITEMSIZE[recipe.precision.tensor_dtype]
     embedding = m.vocab_size * m.hidden_size
     # first and last stage hold an embedding each; a model in one stage holds both (or one, if tied)
     edges = embedding * (1 if p.pipeline > 1 or m.tie_embeddings else 2)

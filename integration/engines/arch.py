@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,7 +18,6 @@ class Arch:
     board: str
     copy_tb_s: float
     tflops: tuple[tuple[str, float], ...]
-    features: frozenset[str] = frozenset()
     smem_kib: int = 0
     sms: int = 0
 
@@ -40,13 +40,17 @@ class Arch:
 
     @staticmethod
     def parse(name: str) -> Arch:
-        """``sm_90``, ``sm90``, ``90``, ``sm_90a`` or ``cpu``; anything else is refused with the close names."""
+        """``sm_90``, ``sm90``, ``90``, ``sm_90a``, ``cpu``, or a GPU's name (``H100``, ``RTX PRO 6000``); anything else is refused
+        with the close names."""
+        board = re.sub(r"[\s_-]+|nvidia|geforce", "", name.lower())
+        if board in GPUS:
+            return ARCHS[GPUS[board]]
         key = name.lower().replace("sm", "").strip("_").rstrip("af")
         key = "cpu" if key == "cpu" or name.lower() == "cpu" else f"sm_{key}"
         if key not in ARCHS:
-            close = difflib.get_close_matches(key, ARCHS, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"arch = {name!r}: must be one of {', '.join(ARCHS)}{hint}")
+            close = difflib.get_close_matches(board, GPUS, 1) or difflib.get_close_matches(key, ARCHS, 1)
+            hint = f"; did you mean {close[0].upper() if close[0] in GPUS else close[0]!r}?" if close else ""
+            raise ValueError(f"arch = {name!r}: must be one of {', '.join(ARCHS)}, or a GPU's name such as H100{hint}")
         return ARCHS[key]
 
     @staticmethod
@@ -72,22 +76,32 @@ def of_capability(cap: tuple[int, int]) -> Arch:
     return max(rows, key=lambda a: a.capability)
 
 
-def _arch(name, cap, board, copy, rates, features, smem, sms) -> Arch:
-    return Arch(name, cap, board, copy, tuple(rates.items()), frozenset(features.split()), smem, sms)
+def _arch(name, cap, board, copy, rates, smem, sms) -> Arch:
+    return Arch(name, cap, board, copy, tuple(rates.items()), smem, sms)
 
 
 ARCHS: dict[str, Arch] = {a.name: a for a in (
     _arch("sm_80", (8, 0), "A100-80GB-SXM", 2.04, {"bfloat16": 312, "float16": 312, "float32": 19.5, "float64": 9.7},
-          "bf16 cp_async", 163, 108),
+          163, 108),
     _arch("sm_89", (8, 9), "L40S", 0.86, {"bfloat16": 362, "float16": 362, "float32": 91, "float64": 1.4, "float8": 733},
-          "bf16 fp8 cp_async", 99, 142),
+          99, 142),
     _arch("sm_90", (9, 0), "H200-SXM", 4.8, {"bfloat16": 989, "float16": 989, "float32": 67, "float64": 34, "float8": 1979},
-          "bf16 fp8 cp_async tma wgmma cluster", 227, 132),
+          227, 132),
     _arch("sm_100", (10, 0), "B200", 8.0, {"bfloat16": 2250, "float16": 2250, "float32": 80, "float64": 40, "float8": 4500},
-          "bf16 fp8 mxfp8 cp_async tma tcgen05 cluster", 227, 148),
+          227, 148),
     _arch("sm_103", (10, 3), "B300", 8.0, {"bfloat16": 2250, "float16": 2250, "float32": 77, "float64": 1.3, "float8": 4500},
-          "bf16 fp8 mxfp8 cp_async tma tcgen05 cluster", 227, 148),
+          227, 148),
     _arch("sm_120", (12, 0), "RTX-PRO-6000", 1.79, {"bfloat16": 504, "float16": 504, "float32": 126, "float64": 2, "float8": 1008},
-          "bf16 fp8 mxfp8 cp_async tma", 99, 188),
+          99, 188),
     Arch("cpu", None, "host", 0.02, (("float32", 0.1), ("bfloat16", 0.1), ("float16", 0.1), ("float64", 0.05))),
 )}  # fmt: skip
+
+# what people call a GPU, in lower case and without spaces and hyphens -> its arch
+GPUS: dict[str, str] = {name: arch for arch, names in {
+    "sm_80": ("a100", "a800", "a30"),
+    "sm_89": ("l40s", "l40", "l20", "l4", "rtx6000ada", "rtx4090"),
+    "sm_90": ("h100", "h200", "h800", "h20", "gh200"),
+    "sm_100": ("b100", "b200", "gb200"),
+    "sm_103": ("b300", "gb300"),
+    "sm_120": ("rtxpro6000", "rtx5090"),
+}.items() for name in names}  # fmt: skip

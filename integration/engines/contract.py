@@ -30,6 +30,20 @@ class Offer:
     ahead_of_time: bool = False
     emulated: bool = False
 
+    def to_json(self) -> dict[str, Any]:
+        """Field -> value, the knobs as a dict."""
+        return {**dataclasses.asdict(self), "knobs": dict(self.knobs)}
+
+    def __str__(self) -> str:
+        """What a user weighs beside the time, in a few words."""
+        words = [f"{self.launches} launch{'es' if self.launches > 1 else ''}"]
+        words += [f"{self.workspace_bytes / 2**20:.1f} MiB workspace"] if self.workspace_bytes else []
+        words += [] if self.capture_safe else ["not in a CUDA graph"]
+        words += [] if self.deterministic else ["not deterministic"]
+        words += ["compiles ahead"] if self.ahead_of_time else []
+        words += ["emulated"] if self.emulated else []
+        return ", ".join(words)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decline:

@@ -25,6 +25,7 @@ class Entry:
     archs: tuple[str, ...]
     needs: tuple[str, ...] = ("torch",)
     note: str = ""
+    trial: bool = False  # its cases have not all passed on a GPU: no policy chooses it, engine= and plan files may name it
 
     @property
     def is_reference(self) -> bool:
@@ -61,28 +62,28 @@ MANIFEST: tuple[Entry, ...] = (
     Entry("linear/torch", f"{_K}.linear.torch:TorchLinear", ("linear", "linear_dgrad", "linear_wgrad"), ALL,
           note="cuBLAS; fp32 accumulation into main_grad through addmm.dtype_out"),
     Entry("linear/quack", f"{_K}.linear.quack:QuackLinear", ("linear", "linear_dgrad", "linear_wgrad"), TMA, _QUACK,
-          note="quack-kernels; 16-bit operands, fp32 accumulation into main_grad in the epilogue"),
+          note="quack-kernels; 16-bit operands, fp32 accumulation into main_grad in the epilogue", trial=True),
     Entry("linear_swiglu/quack", f"{_K}.linear.quack_swiglu:QuackLinearSwiglu",
           ("linear", "swiglu", "linear_dgrad", "swiglu_bwd"), TMA, _QUACK,
-          note="quack-kernels; swiglu (where gate and up are not saved) and its gradient in the epilogue of the product before it"),
+          note="quack-kernels; swiglu (where gate and up are not saved) and its gradient in the epilogue of the product before it", trial=True),
     Entry("norm/torch", f"{_K}.norm.torch:TorchNorm", _NORM, ALL, note="native norms"),
     Entry("norm/quack", f"{_K}.norm.quack:QuackNorm", _NORM, GPUS, _QUACK,
-          note="quack-kernels; float32 residuals fused, others added in front"),
+          note="quack-kernels; float32 residuals fused, others added in front", trial=True),
     Entry("attention/torch_cudnn", f"{_K}.attention.torch:CudnnAttention", ("sdpa", "sdpa_bwd"),
           ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"), note="cuDNN SDPA"),
     Entry("attention/torch_flash", f"{_K}.attention.torch:FlashAttention", ("sdpa", "sdpa_bwd"), GPUS,
           note="FlashAttention-2 in torch; packed sequences, windows"),
     Entry("attention/fa4", f"{_K}.attention.fa4:Fa4Attention", ("sdpa", "sdpa_bwd"), GPUS, ("torch", "flash_attn.cute.cache_utils"),
-          note="FlashAttention-4 (flash-attn-4 4.0.0b36), its kernels without its wrapper; packed sequences, windows, sinks, LSE gradient; backward from sm_90 on"),
+          note="FlashAttention-4 (flash-attn-4 4.0.0b36), its kernels without its wrapper; packed sequences, windows, sinks, LSE gradient; backward from sm_90 on", trial=True),
     Entry("attention/fa4_deterministic", f"{_K}.attention.fa4:Fa4DeterministicAttention", ("sdpa", "sdpa_bwd"),
           ("sm_90", "sm_100", "sm_103"), ("torch", "flash_attn.cute.cache_utils"),
-          note="the same with a backward whose reruns are bitwise equal"),
+          note="the same with a backward whose reruns are bitwise equal", trial=True),
     Entry("attention/torch_cpu", f"{_K}.attention.torch:CpuAttention", ("sdpa", "sdpa_bwd"), ("cpu",),
           note="blocked CPU kernel"),
     Entry("layout/torch", f"{_K}.pointwise.torch:TorchLayout",
           ("qkv_split", "qkv_merge", *_HEADS, "zeros_like", "add", "row_sum"), ALL, note="views, cat, add, sum"),
-    Entry("rope/quack", f"{_K}.rope.quack:QuackRope", ("rope",), GPUS, _QUACK, note="quack-kernels; without per-token positions"),
-    Entry("loss/quack", f"{_K}.loss.quack:QuackCrossEntropy", _LOSS, GPUS, _QUACK, note="quack-kernels; up to 262144 classes"),
+    Entry("rope/quack", f"{_K}.rope.quack:QuackRope", ("rope",), GPUS, _QUACK, note="quack-kernels; without per-token positions", trial=True),
+    Entry("loss/quack", f"{_K}.loss.quack:QuackCrossEntropy", _LOSS, GPUS, _QUACK, note="quack-kernels; up to 262144 classes", trial=True),
     Entry("pointwise/inductor", f"{_K}.pointwise.inductor:InductorPointwise",
           ("add", "bias_dropout_add", "dropout_bwd", "rope", "qkv_split", "qkv_merge", *_HEADS, *_GATES, *_NORM, *_LOSS), ALL, ("torch", "triton"),
           note="one generated kernel per region signature"),

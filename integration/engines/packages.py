@@ -1,4 +1,4 @@
-"""Whether a package is really there, by its code and without importing it."""
+"""Whether a package is really there, by its code and without importing it; and how to install what is not."""
 
 from __future__ import annotations
 
@@ -49,6 +49,50 @@ def _find(name: str) -> ModuleSpec | None:
         return None
 
 
+# what layerplan's own commands import: modules of the core requirements, and per extra those that it brings
+CORE = ("torch", "numpy", "typer", "rich")
+EXTRAS = {"megatron": ("megatron.core",), "train": ("tokenizers", "tensorboard", "matplotlib", "psutil")}
+# module that an engine imports -> (what brings it, as an installer knows it; the extra of layerplan that asks for it)
+_BROUGHT_BY = {"quack": ("quack-kernels", "peers"), "flash_attn.cute.cache_utils": ("flash-attn-4", "peers")}
+
+
+def distribution(module: str) -> str:
+    """The name under which the package that holds ``module`` is installed."""
+    return _BROUGHT_BY.get(module, (module, ""))[0]
+
+
+@functools.cache
+def is_checkout() -> bool:
+    """Whether this layerplan is a source tree with its pinned versions beside it: an editable install or a bare checkout."""
+    import layerplan
+
+    root = Path(layerplan.__file__).resolve().parents[1]
+    return all((root / name).is_file() for name in ("pyproject.toml", "constraints.txt"))
+
+
+def install_command(*extras: str) -> str:
+    """What installs layerplan with ``extras``: in a checkout the README's command, to be run in its root; else by name."""
+    wanted = f"[{','.join(extras)}]" if extras else ""
+    if is_checkout():
+        return f"pip install -c constraints.txt -e {f"'.{wanted}'" if wanted else '.'}"
+    return f"pip install 'layerplan{wanted}'"
+
+
+def remedy_for(module: str) -> str | None:
+    """``install_command`` with the extra that brings ``module`` (of any depth), None where no requirement does."""
+    root = module.partition(".")[0]
+    if root in CORE:
+        return install_command()
+    extra = next((extra for extra, modules in EXTRAS.items() if root in {m.partition(".")[0] for m in modules}), None)
+    return None if extra is None else install_command(extra)
+
+
+def install_hint(module: str) -> str:
+    """What installs a package that an engine needs."""
+    name, extra = _BROUGHT_BY.get(module, (module, ""))
+    return install_command(extra) if extra else f"pip install {name}"
+
+
 @functools.cache
 def absence(module: str) -> str | None:
     """Why an engine that needs ``module`` cannot run, None where its code is there."""
@@ -56,8 +100,9 @@ def absence(module: str) -> str | None:
     if place.here:
         return None
     if place.state == "missing":
-        return f"needs the package {module!r}, which is not installed"
-    return f"needs the package {module!r}, which is not installed: {place.location} is a folder of that name without a package in it"
+        return f"needs the package {distribution(module)!r}, which is not installed: {install_hint(module)}"
+    return (f"needs the package {distribution(module)!r}, which is not installed: {place.location} is a folder of its module's name "
+            f"without a package in it; {install_hint(module)}")  # fmt: skip
 
 
 @functools.cache

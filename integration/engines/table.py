@@ -6,15 +6,16 @@ import sys
 from pathlib import Path
 
 from .manifest import ALL, MANIFEST
+from .packages import distribution
 
 BEGIN, END = "<!-- engines: begin (made by python -m layerplan.integration.engines.table) -->", "<!-- engines: end -->"
 
 
 def markdown() -> str:
-    """One row per engine of the manifest, one column per arch; where it has code for an arch, the cell says yes."""
+    """One row per engine of the manifest, one column per arch; where it has code for an arch, the cell says yes, or trial."""
     head = ["engine", *(a.replace("sm_", "sm") for a in ALL), "needs", "what it is"]
     rows = [
-        [f"`{e.id}`", *("yes" if a in e.archs else "" for a in ALL), ", ".join(e.needs), e.note]
+        [f"`{e.id}`", *(("trial" if e.trial else "yes") if a in e.archs else "" for a in ALL), ", ".join(map(distribution, e.needs)), e.note]
         for e in MANIFEST
     ]  # fmt: skip
     lines = [head, ["---"] * len(head), *rows]

@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..engines.packages import install_command
+
 VERIFIED = "0.19"
 """Release series of megatron-core that every row of the table was run with."""
 
@@ -88,9 +90,8 @@ def megatron_version() -> str:
         return importlib.import_module("megatron.core.package_info").__version__
     except ImportError as error:
         raise CompatError(
-            "megatron-core = not importable: layerplan's Megatron side needs it; pip install "
-            "'layerplan[megatron]' or put "
-            f"a Megatron checkout on PYTHONPATH ({error})"
+            "megatron-core = not importable: layerplan's Megatron side needs it; "
+            f"{install_command('megatron')}, or put a Megatron checkout on PYTHONPATH ({error})"
         ) from error
 
 

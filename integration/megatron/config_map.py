@@ -2,6 +2,7 @@
 
     problems = check_config(config)         # all of them, each with field, value, rule and remedy
     raise_for(config)                       # ConfigError that holds them all; the block spec calls it before building
+    raise_for(config, fields={"normalization"})  # those of some fields; a slot that is built without the spec calls it
 
 HONOURED, REFUSED and IRRELEVANT together name exactly the fields of the two dataclasses of megatron-core 0.19.2; a
 test holds that, so that a field which a new Megatron brings fails by name instead of being ignored. Megatron itself
@@ -13,13 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch.nn.functional as F
 
-from layerplan.integration.megatron import compat
-from layerplan.integration.problems import Problem, show
+from ..problems import Problem, show
+from . import compat
 
 
 class ConfigError(ValueError):
@@ -431,13 +432,14 @@ def _latent(config: Any) -> Iterable[Problem]:
         )
 
 
-def _recomputes(config: Any) -> set[str]:
-    return set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
+def recomputes(config: Any, module: str) -> bool:
+    """Whether ``config`` asks for selective recomputation of ``module``, by Megatron's name for it."""
+    return config.recompute_granularity == "selective" and module in (config.recompute_modules or ())
 
 
 def _residual_norm(config: Any) -> Iterable[Problem]:
     # Megatron frees the norm's outputs, the residual too, before it reads that one: transformer_layer.py:684,698.
-    if config.fused_residual_rmsnorm and "layernorm" in _recomputes(config):
+    if config.fused_residual_rmsnorm and recomputes(config, "layernorm"):
         yield Problem(
             "fused_residual_rmsnorm, recompute_modules",
             f"True, {config.recompute_modules}",
@@ -452,7 +454,8 @@ def _guards(config: Any) -> Iterable[Problem]:
 
     def missing(fields: str, value: str, guard: str, other: str) -> Iterable[Problem]:
         if guard not in active:
-            remedy = f"call layerplan.integration.megatron.compat.apply(*compat.GUARDS) before building{other}"
+            remedy = ("take guarded_block_spec as the spec, or call layerplan.integration.megatron.compat.apply(*compat.GUARDS) before "
+                      f"building{other}")  # fmt: skip
             yield Problem(fields, value, f"{compat.PATCHES[guard].why} ({compat.PATCHES[guard].where})", remedy)
 
     tp = config.tensor_model_parallel_size
@@ -463,9 +466,12 @@ def _guards(config: Any) -> Iterable[Problem]:
             "mla-qk-norm-gradient",
             ", or set sequence_parallel = True",
         )
+    if config.gradient_accumulation_fusion and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        yield from missing("gradient_accumulation_fusion", "True", "weight-gradient-accumulation", ", or set it to False")
     # what is left to Megatron: the norms that stand before MLA and experts, and the experts' activation
     theirs = {"layernorm"} if config.multi_latent_attention or config.num_moe_experts else set()
-    again = _recomputes(config) & (theirs | ({"moe_act"} if config.num_moe_experts else set()))
+    theirs |= {"moe_act"} if config.num_moe_experts else set()
+    again = {module for module in theirs if recomputes(config, module)}
     if again and importlib.util.find_spec("transformer_engine") is None:
         yield from missing("recompute_modules", str(sorted(again)), "checkpoint-fp8-flag", "")
 
@@ -518,8 +524,11 @@ def _unknown(config: Any) -> Iterable[Problem]:
             )
 
 
-def raise_for(config: Any, *, context: str = "layerplan") -> None:
-    """Raises one ConfigError with all problems of `config`; `context` names who refuses it."""
+def raise_for(config: Any, *, context: str = "layerplan", fields: Collection[str] | None = None) -> None:
+    """Raises one ConfigError with all problems of `config`; `context` names who refuses it. With `fields`, only problems that
+    concern one of them count: a slot asks for the fields that it reads."""
     problems = check_config(config)
+    if fields is not None:
+        problems = [p for p in problems if not set(fields).isdisjoint(p.field.split(", "))]
     if problems:
         raise ConfigError(problems, context)

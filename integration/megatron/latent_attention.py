@@ -12,6 +12,7 @@ from ...modules.base import PlannedModule
 from ...modules.graphs import LATENT_UP_PROJECTION, latent_attention_graph
 from ..planner.shapes import bucket
 from . import layers
+from .config_map import recomputes
 
 
 class MLASelfAttention(PlannedModule, mla.MLASelfAttention):
@@ -100,7 +101,7 @@ class MLASelfAttention(PlannedModule, mla.MLASelfAttention):
                   "k_rope": k_rope, "cos": cos, "sin": sin, **positions, **optional}  # fmt: skip
         names = tuple(inputs)
         again = {"all_gather"} if tp.sequence else set()  # only shards are kept
-        if layers.recomputes(self.config, "mla_up_proj"):
+        if recomputes(self.config, "mla_up_proj"):
             again |= LATENT_UP_PROJECTION
         heads = self.num_attention_heads_per_partition
         build = latent_attention_graph(tp, heads, self.config.qk_head_dim, names, attrs)

@@ -20,7 +20,11 @@ from megatron.core.transformer import multi_latent_attention as mla
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from megatron.core.utils import get_pg_size
 
 from ...modules.base import PlannedModule
@@ -33,8 +37,10 @@ from ...modules.graphs import (
     mlp_graph,
 )
 from ...modules.norm import Norm as BaseNorm
+from ..ops import check_longest
 from ..planner.runner import WeightGrads
 from ..planner.shapes import bucket
+from .config_map import raise_for, recomputes
 
 
 def device_of(config: TransformerConfig) -> torch.device | int | None:
@@ -45,31 +51,22 @@ def device_of(config: TransformerConfig) -> torch.device | int | None:
 
 
 def norm_attrs(config: TransformerConfig, eps: float | None = None) -> NormAttrs:
-    kinds = {"RMSNorm": "rms_norm", "LayerNorm": "layer_norm"}
-    if config.normalization not in kinds:
-        raise ValueError(f"normalization = {config.normalization!r}: must be one of {', '.join(kinds)}")
-    return NormAttrs(kinds[config.normalization], config.layernorm_epsilon if eps is None else eps, config.layernorm_zero_centered_gamma)
+    """The table's norm that equals Megatron's. Raises ConfigError for a normalization that there is not."""
+    raise_for(config, context="the norm slot", fields={"normalization"})
+    op = {"RMSNorm": "rms_norm", "LayerNorm": "layer_norm"}[config.normalization]
+    return NormAttrs(op, config.layernorm_epsilon if eps is None else eps, config.layernorm_zero_centered_gamma)
 
 
 def activation_of(config: TransformerConfig) -> Activation:
-    """The table's activation that equals Megatron's, with Megatron's approximations: its fused gelus use tanh."""
-    f, gated, clamp = config.activation_func, config.gated_linear_unit, config.activation_func_clamp_value
-    tanh = ("approximate", "tanh" if config.bias_activation_fusion else "none")
-    if config.glu_linear_offset != 0.0:
-        raise ValueError(f"glu_linear_offset = {config.glu_linear_offset}: must be 0; the gated activations here add no offset")
-    if gated and f in (F.silu, F.gelu):
-        attrs = (("clamp", clamp),)
-        return Activation("swiglu", attrs) if f is F.silu else Activation("geglu", (*attrs, tanh))
-    if not gated and f is F.gelu:
-        return Activation("gelu", (tanh,))
-    if not gated and getattr(f, "__name__", "") == "squared_relu":
-        return Activation("squared_relu")
-    raise ValueError(f"activation_func = {getattr(f, '__name__', f)}, gated_linear_unit = {gated}: must be silu or gelu with "
-                     "gated_linear_unit, or gelu or squared_relu without")  # fmt: skip
-
-
-def recomputes(config: TransformerConfig, module: str) -> bool:
-    return config.recompute_granularity == "selective" and module in (config.recompute_modules or ())
+    """The table's activation that equals Megatron's, with Megatron's approximations: its fused gelus use tanh. Raises ConfigError
+    for one that there is not."""
+    raise_for(config, context="the MLP slot",
+              fields={"activation_func", "gated_linear_unit", "activation_func_clamp_value", "glu_linear_offset"})  # fmt: skip
+    f, tanh = config.activation_func, ("approximate", "tanh" if config.bias_activation_fusion else "none")
+    if config.gated_linear_unit:
+        clamp = ("clamp", config.activation_func_clamp_value)
+        return Activation("swiglu", (clamp,)) if f is F.silu else Activation("geglu", (clamp, tanh))
+    return Activation("gelu", (tanh,)) if f is F.gelu else Activation("squared_relu")
 
 
 def run_pre_hooks(*children: torch.nn.Module) -> None:
@@ -88,10 +85,20 @@ def positions_in_segments(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor
 
 class Norm(BaseNorm):
     """The norm slot. Returns a plain y, never a residual: Megatron frees both before it reads the residual when the norm
-    is recomputed (transformer_layer.py of 0.19.2)."""
+    is recomputed (transformer_layer.py of 0.19.2).
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    Which norm it is, ``config`` says; ``normalization`` and ``zero_centered_gamma`` may repeat it. ``persist_layer_norm`` chooses
+    among Megatron's kernels of one result: the planner does that here.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, persist_layer_norm: bool = False,
+                 zero_centered_gamma: bool | None = None, normalization: str | None = None) -> None:  # fmt: skip
+        del persist_layer_norm
         attrs = norm_attrs(config, eps)
+        for name, given, said in (("zero_centered_gamma", zero_centered_gamma, config.layernorm_zero_centered_gamma),
+                                  ("normalization", normalization, config.normalization)):  # fmt: skip
+            if given is not None and given != said:
+                raise ValueError(f"{name} = {given!r}: the config says {said!r}; leave it out, or set it in the config")
         super().__init__(hidden_size, kind=attrs.op, eps=eps, zero_centered=attrs.zero_centered, dtype=config.params_dtype,
                          device=device_of(config))  # fmt: skip
         self._deterministic = config.deterministic_mode
@@ -249,13 +256,21 @@ class _AnswersToTELinear(type):
 
 
 class DuplicatedLinear(_Linear, MegatronModule, metaclass=_AnswersToTELinear):
-    """A linear whose weight is the same on every tensor-parallel rank (MLA's down projections)."""
+    """A linear whose weight is the same on every tensor-parallel rank (MLA's down projections).
+
+    ``tp_comm_buffer_name`` names a buffer of tp_comm_overlap, which the config map refuses: nothing here reads it.
+    """
 
     def __init__(self, input_size: int, output_size: int, *, parallel_mode: str | None = None, config: TransformerConfig,
                  init_method: Any, bias: bool = False, skip_bias_add: bool = False, skip_weight_param_allocation: bool = False,
-                 is_expert: bool = False, tp_group: Any = None, name: str | None = None, **_: Any) -> None:  # fmt: skip
+                 tp_comm_buffer_name: str | None = None, is_expert: bool = False, symmetric_ar_type: str | None = None,
+                 tp_group: Any = None, name: str | None = None, gtp_remat_group: Any = None) -> None:  # fmt: skip
         super().__init__(config=config)
+        del tp_comm_buffer_name
         problems = []
+        for argument, value in (("symmetric_ar_type", symmetric_ar_type), ("gtp_remat_group", gtp_remat_group)):
+            if value is not None:
+                problems.append(f"{argument} = {value!r}: must be None; a duplicated linear has no collective")
         if parallel_mode not in ("duplicated", None):
             problems.append(f"parallel_mode = {parallel_mode!r}: must be 'duplicated'; use the column- or row-parallel slot")
         if is_expert or skip_weight_param_allocation:
@@ -275,7 +290,9 @@ class DuplicatedLinear(_Linear, MegatronModule, metaclass=_AnswersToTELinear):
             p.sequence_parallel = config.sequence_parallel  # gradients are summed over TP where the tokens are sharded
         self._prepare()
 
-    def forward(self, x: torch.Tensor):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x [..., input_size] in the weight's dtype -> (output [..., output_size], and the bias [output_size] where it is left to
+        the caller, else None)."""
         bias = None if self.skip_bias_add else self.bias
         names, build = linear_graph(TensorParallel(), column=True, bias=bias is not None)
         runner = self.planned(("duplicated", bias is not None), names, build)
@@ -285,20 +302,22 @@ class DuplicatedLinear(_Linear, MegatronModule, metaclass=_AnswersToTELinear):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         tp_group = self.tp_group or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"]).tp
         return make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, None, sharded_offsets,
-                                                   tp_group=tp_group, dp_cp_group=(metadata or {})["dp_cp_group"])  # fmt: skip
+                                                   tp_group=tp_group, dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"])  # fmt: skip
 
 
 class CoreAttention(PlannedModule, MegatronModule):
-    """The core-attention slot: grouped heads, causal and sliding windows, sinks, packed sequences, MLA's head dims."""
+    """The core-attention slot: grouped heads, causal and sliding windows, sinks, packed sequences, MLA's head dims.
+
+    ``cp_comm_type`` is of context parallelism, which is refused; ``attention_type`` ("self", "cross") changes nothing here.
+    """
 
     def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
                  attention_dropout: float | None = None, softmax_scale: float | None = None, k_channels: int | None = None,
-                 v_channels: int | None = None, cp_comm_type: str | None = None, pg_collection: Any = None, **_: Any) -> None:  # fmt: skip
+                 v_channels: int | None = None, cp_comm_type: str | None = None, pg_collection: Any = None) -> None:  # fmt: skip
         super().__init__(config=config)
+        del attention_type, cp_comm_type
+        raise_for(config, context="the core-attention slot", fields={"context_parallel_size"})
         self._deterministic = config.deterministic_mode
-        if config.context_parallel_size > 1:
-            raise ValueError(f"context_parallel_size = {config.context_parallel_size}: must be 1 with this core attention; "
-                             "pass a fallback provider for context parallelism")  # fmt: skip
         self.layer_number, self.attn_mask_type = max(1, layer_number), attn_mask_type
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
         self.tp_group = groups.tp
@@ -330,7 +349,7 @@ class CoreAttention(PlannedModule, MegatronModule):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
                 attn_mask_type: AttnMaskType | None = None, attention_bias: torch.Tensor | None = None,
-                packed_seq_params: Any = None, **_: Any) -> torch.Tensor:  # fmt: skip
+                packed_seq_params: Any = None) -> torch.Tensor:  # fmt: skip
         """query [s, b, hq, d], key, value [s, b, hk, d] -> [s, b, hq * dv]; packed [t, ...] -> [t, hq * dv]."""
         if attention_bias is not None:
             raise ValueError("attention_bias: must be None; this core attention adds no bias to the logits")
@@ -372,13 +391,15 @@ class CoreAttention(PlannedModule, MegatronModule):
                 raise ValueError(f"cu_seqlens_{name}_padded: padding is hidden by the causal mask only; pass unpadded sequences")
             inputs[f"cu_seqlens_{side}"] = real if padded is None else padded
             longest = getattr(packed, f"max_seqlen_{name}")
+            if longest:
+                check_longest({side: (inputs[f"cu_seqlens_{side}"], int(longest))})
             attrs[f"max_seqlen_{side}"] = bucket(int(longest)) if longest else None
         attrs["layout"] = "thd"
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         state = self.state_dict(prefix="", keep_vars=True) if isinstance(self.softmax_offset, torch.nn.Parameter) else {}
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group,
-                                                   dp_cp_group=(metadata or {})["dp_cp_group"])  # fmt: skip
+                                                   dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"])  # fmt: skip
 
 
 class MLP(PlannedModule, megatron_mlp.MLP):
@@ -395,8 +416,11 @@ class MLP(PlannedModule, megatron_mlp.MLP):
                                  "layerplan's; use Megatron's MLP for others")  # fmt: skip
             getattr(self, name).run_by_parent()
 
-    def forward(self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any):
-        """hidden_states [s(/tp), b, h] -> (output [s(/tp), b, h], bias of fc2 or None). ``per_token_scale`` [tokens]."""
+    def forward(self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, *,
+                padding_mask: torch.Tensor | None = None):  # fmt: skip
+        """hidden_states [s(/tp), b, h] -> (output [s(/tp), b, h], bias of fc2 or None). ``per_token_scale`` [tokens].
+        ``padding_mask`` is what a layer passes to every MLP: routers read it, a dense one runs each token by itself."""
+        del padding_mask
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         run_pre_hooks(fc1, fc2)
         tp, norm = fc1._parallel(), fc1._norm

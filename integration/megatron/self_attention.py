@@ -11,6 +11,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from ...modules.base import PlannedModule
 from ...modules.graphs import HeadLayout, self_attention_graph
 from . import layers
+from .config_map import recomputes
 
 
 class SelfAttention(PlannedModule, megatron_attention.SelfAttention):
@@ -84,7 +85,7 @@ class SelfAttention(PlannedModule, megatron_attention.SelfAttention):
         qk_norm = norms[0].attrs if norms else None
         build = self_attention_graph(tp, heads, names, attrs, norm=qkv._norm, qk_norm=qk_norm, interleaved=self.config.rotary_interleaved)
         again = set(qkv._recompute(tp))
-        if layers.recomputes(self.config, "core_attn"):
+        if recomputes(self.config, "core_attn"):
             again.add("sdpa")
         runner = self.planned((names, tp, tuple(sorted(attrs.items()))), names, build, recompute=frozenset(again), groups={tp.symbol: qkv.tp_group})
         return runner(*inputs.values(), sink=qkv.sink_for({1: qkv.weight, 2: proj.weight}))

@@ -1,7 +1,8 @@
-"""Block specs for Megatron's GPT models: ``--spec layerplan.integration.megatron.specs gpt_block_spec``."""
+"""Block specs for Megatron's GPT models: ``--spec layerplan.integration.megatron.specs guarded_block_spec``."""
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,26 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from . import layers
+from . import compat, layers
+from .config_map import raise_for
 from .latent_attention import MLASelfAttention
+from .optimizer import install_optimizer
 from .provider import LayerplanSpecProvider
 from .self_attention import SelfAttention
+
+
+@functools.cache
+def guard_process() -> None:
+    """Put the guards of compat.py in force, and layerplan's Adam and multi-tensor functions where neither Transformer Engine
+    nor Apex is installed: for the rest of the process."""
+    compat.apply(*compat.GUARDS)
+    install_optimizer()
+
+
+def guarded_block_spec(config: Any, vp_stage: int | None = None, **options: Any) -> TransformerBlockSubmodules:
+    """``gpt_block_spec`` after ``guard_process``: for a training script that offers no other place to call it from."""
+    guard_process()
+    return gpt_block_spec(config, vp_stage, **options)
 
 
 def gpt_block_spec(config: Any, vp_stage: int | None = None, *, provider: BackendSpecProvider | None = None,
@@ -36,7 +53,7 @@ def gpt_block_spec(config: Any, vp_stage: int | None = None, *, provider: Backen
     changes a layer's maths is honoured or refused: all problems in one ConfigError, before anything is built.
     """
     config = config if isinstance(config, TransformerConfig) else config.transformer
-    _refuse_what_is_not_honoured(config)
+    raise_for(config)
     provider = provider or LayerplanSpecProvider()
     attention = _mla(config, provider) if config.multi_latent_attention else _self_attention(config, provider)
     pattern = _moe_pattern(config)
@@ -45,12 +62,6 @@ def gpt_block_spec(config: Any, vp_stage: int | None = None, *, provider: Backen
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     specs = [made[moe] for moe in pattern[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider.layer_norm(config.normalization == "RMSNorm"))
-
-
-def _refuse_what_is_not_honoured(config: TransformerConfig) -> None:
-    from .config_map import raise_for
-
-    raise_for(config)
 
 
 def _moe_pattern(config: TransformerConfig) -> list[bool]:

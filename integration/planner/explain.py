@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..engines.arch import Arch
-from ..graph.ir import Graph, GraphBuilder, GraphError, TensorSpec
+from ..graph.ir import ITEMSIZE, Graph, GraphBuilder, GraphError, TensorSpec
 from ..graph.ops.table import op_table
 from .planner import Candidate, PlanError, PlannedRegion, plan
 from .policy import Policy
 from .text import aligned
 
+FUNCTIONS = {"attention": "sdpa"}
+"""Functions of ``layerplan.ops`` that do not bear their op's name -> the op."""
+
+EXAMPLES = {
+    "rms_norm": "--shape x=8192x4096:bfloat16 --shape weight=4096:bfloat16 --attr eps=1e-5",
+    "layer_norm": "--shape x=8192x4096:bfloat16 --shape weight=4096:bfloat16 --shape bias=4096:bfloat16 --attr eps=1e-5",
+    "linear": "--shape x=8192x4096:bfloat16 --shape weight=14336x4096:bfloat16",
+    "rope": "--shape x=1x4096x32x128:bfloat16 --shape cos=4096x64:float32 --shape sin=4096x64:float32",
+    "sdpa": "--shape q=1x4096x32x128:bfloat16 --shape k=1x4096x8x128:bfloat16 --shape v=1x4096x8x128:bfloat16 --attr causal=true",
+    "swiglu": "--shape x=8192x28672:bfloat16",
+    "cross_entropy": "--shape logits=8192x32768:bfloat16 --shape targets=8192:int64",
+}
+"""Op -> shapes and attributes of ``layerplan explain`` that work."""
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64",
+          "long": "int64", "int": "int32", "fp8": "float8_e4m3fn"}  # fmt: skip
+_CLOSE = 0.6  # difflib's own least likeness
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
     """``candidates`` of the forward and ``backward`` of the op's gradient: (ops, candidates) per region. Each candidate has its
-    reason; ``chosen`` is None where the policy leaves no engine, then ``error`` says so."""
+    reason and, where it offers, its offer; ``chosen`` is None where the policy leaves no engine, then ``error`` says so."""
 
     op: str
     arch: str
@@ -27,15 +46,20 @@ class Explanation:
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Field -> plain value."""
+        return {
+            "op": self.op, "arch": self.arch, "chosen": self.chosen, "candidates": [c.to_json() for c in self.candidates],
+            "backward": [[ops, [c.to_json() for c in candidates]] for ops, candidates in self.backward], "error": self.error,
+        }  # fmt: skip
 
     def __str__(self) -> str:
-        """A table of candidates, predicted times and reasons for the forward and for each region of the backward."""
+        """A table of candidates, predicted times, offers and reasons for the forward and for each region of the backward."""
         lines = []
         for title, candidates in ((f"{self.op} on {self.arch}", self.candidates), *((f"backward: {ops}", c) for ops, c in self.backward)):
             engine = next((c.engine for c in candidates if c.chosen), "no engine may run it")
-            rows = [("yes" if c.chosen else "no", c.engine, "" if c.seconds is None else f"{c.seconds * 1e6:.1f}", c.reason) for c in candidates]
-            lines += [f"{title}: {engine}", *(f"  {line}" for line in aligned([("runs", "engine", "predicted us", "why"), *rows]))]
+            rows = [("yes" if c.chosen else "no", c.engine, "" if c.seconds is None else f"{c.seconds * 1e6:.1f}", str(c.offer or ""), c.reason)
+                    for c in candidates]  # fmt: skip
+            lines += [f"{title}: {engine}", *(f"  {line}" for line in aligned([("runs", "engine", "predicted us", "offers", "why"), *rows]))]
         return "\n".join(lines)
 
     def reasons(self) -> dict[str, str]:
@@ -48,13 +72,9 @@ def explain(op: str, shapes: Mapping[str, tuple[Sequence[int], str]], arch: str 
     """Candidates and reasons for one op.
 
     ``shapes`` maps input ports to (sizes, dtype), for example ``{"q": ((1, 4096, 32, 128), "bfloat16"), ...}``; ``attrs``
-    are the op's attributes. Raises GraphError for shapes that break the op's rules, ValueError for an unknown op or arch.
+    are the op's attributes. Raises GraphError for shapes that break the op's rules, ValueError for an unknown op, arch or dtype.
     """
-    if op not in op_table():
-        import difflib
-
-        close = difflib.get_close_matches(op, op_table(), 1)
-        raise ValueError(f"op = {op!r}: no such op" + (f"; did you mean {close[0]!r}?" if close else f"; known: {sorted(op_table())}"))
+    check_op(op)
     arch = arch if isinstance(arch, Arch) else Arch.parse(arch)
     chosen = Policy.of(policy)
     if engine is not None:
@@ -73,6 +93,24 @@ def explain(op: str, shapes: Mapping[str, tuple[Sequence[int], str]], arch: str 
     return Explanation(op, arch.name, None if error else forward.engine, asked(forward), backward, error)
 
 
+def check_op(op: str) -> None:
+    """Raises ValueError with the close name where the op table has no ``op``."""
+    if op not in op_table():
+        known = {**{name: name for name in op_table()}, **FUNCTIONS}
+        close = [FUNCTIONS[op]] if op in FUNCTIONS else [known[c] for c in difflib.get_close_matches(op, known, 1, _CLOSE)]
+        raise ValueError(f"op = {op!r}: no such op; " + (f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(op_table()))}"))
+
+
+def example(op: str) -> str:
+    """A whole ``layerplan explain`` command for an op of the table; where EXAMPLES has none, rms_norm's."""
+    return f"layerplan explain {op if op in EXAMPLES else 'rms_norm'} {EXAMPLES.get(op, EXAMPLES['rms_norm'])} --arch sm_90"
+
+
+def required_ports(op: str) -> tuple[str, ...]:
+    """Input ports that ``op`` cannot do without."""
+    return tuple(p.name for p in op_table()[op].inputs if not p.optional)
+
+
 def _candidates(region: PlannedRegion, arch: Arch, policy: Policy) -> tuple[Candidate, ...]:
     """What every engine answers for a region under a policy that may leave it none."""
     try:
@@ -88,10 +126,19 @@ def _differentiable(op: str, port: str) -> bool:
 
 def _one_node(op: str, shapes: Mapping[str, tuple[Sequence[int], str]], attrs: Mapping[str, Any]) -> Graph:
     b = GraphBuilder()
-    ports = op_table()[op].input_names
-    for name in shapes:
+    ports, problems = op_table()[op].input_names, []
+    for name, (_, dtype) in shapes.items():
         if name not in ports:
-            raise GraphError(f"{op}: no input port {name!r}; it has {list(ports)}")
+            problems.append(f"{op}: no input port {name!r}; it has {', '.join(ports)}")
+        if dtype not in ITEMSIZE:
+            close = [_SHORT[dtype]] if dtype in _SHORT else difflib.get_close_matches(dtype, ITEMSIZE, 1, _CLOSE)
+            problems.append(f"{name} = {dtype!r}: unknown dtype; " + (f"did you mean {close[0]}?" if close else f"known: {', '.join(ITEMSIZE)}"))
+    for name in required_ports(op):
+        if name not in shapes:
+            problems.append(f"{op}: input port {name!r} must be given; add --shape {name}=SIZExSIZE:DTYPE, in Python "
+                            f"{name!r} to shapes")  # fmt: skip
+    if problems:
+        raise GraphError("\n".join(problems))
     values = {}
     for p in ports:
         if p in shapes:

@@ -11,6 +11,7 @@ graph that it would group in another way. Reading a file imports neither torch n
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import os
@@ -19,12 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engines.arch import ARCHS
-from ..engines.manifest import BY_ID
+from ..engines.manifest import BY_ID, MANIFEST
 
 if TYPE_CHECKING:
     from .planner import Plan
 
 FORMAT = 2
+_OPS = {op: None for e in MANIFEST for op in e.ops if op != "*"}  # all but collectives, which no engine runs
+_SCALAR = str | int | float | None
 
 
 class PlanFileError(ValueError):
@@ -61,6 +64,10 @@ class Pins:
 
     def archs(self) -> tuple[str, ...]:
         return tuple(self._by_arch)
+
+    def written_for(self) -> str:
+        """The archs as a message says them."""
+        return ", ".join(self.archs()) or "no arch"
 
     def of_arch(self, arch: str) -> Mapping[str, Pin]:
         """Region key -> pin for one arch; empty where the file was written for others."""
@@ -106,14 +113,14 @@ def save(path: Path, pins: Pins) -> None:
     os.replace(temporary, path)
 
 
-def load(path: Path, *, source: str | None = None, remedy: str | None = None) -> Pins:
+def load(path: str | Path, *, source: str | None = None, remedy: str | None = None) -> Pins:
     """The pins of a plan file. Raises PlanFileError naming the file and what is wrong with it."""
-    name = source or f"plan file {path}"
+    name, path = source or f"plan file {path}", Path(path)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanFileError(f"{name}: no such file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: brackets nested thousands deep
         raise PlanFileError(f"{name}: cannot be read ({error})") from None
     archs = data.get("pins") if isinstance(data, dict) and data.get("format") == FORMAT else None
     if not isinstance(archs, dict) or not all(isinstance(rows, dict) for rows in archs.values()):
@@ -134,15 +141,18 @@ def _pin(where: str, row: Any) -> Pin:
     ops, edges = row["ops"], row["edges"]
     if not ops or not all(isinstance(op, str) for op in ops):
         raise PlanFileError(f"{where}: ops must be names, at least one, they are {ops!r}")
+    unknown = [op for op in ops if op not in _OPS]
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], _OPS, 1)
+        raise PlanFileError(f"{where}: ops = {ops!r}: no engine has an op {unknown[0]!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
     for edge in edges:
         typed = isinstance(edge, list) and [type(e) for e in edge] == [int, str, int, str]
         if not (typed and 0 <= edge[0] < edge[2] < len(ops)):
             raise PlanFileError(f"{where}: edge {edge!r} must be [producer, port, reader, port], "
                                 f"producer < reader < {len(ops)}")  # fmt: skip
-    knobs = tuple((k, _value(v)) for k, v in row["knobs"].items())
+    for knob, value in row["knobs"].items():
+        if not all(isinstance(v, _SCALAR) for v in (value if isinstance(value, list) else [value])):
+            raise PlanFileError(f"{where}: knob {knob} = {value!r}: must be a number, a string, a boolean, null, or a list of these")
+    # JSON has lists where the engine gave tuples
+    knobs = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in row["knobs"].items())
     return Pin(row["engine"], tuple(ops), tuple(tuple(e) for e in edges), knobs)
-
-
-def _value(value: Any) -> Any:
-    """A knob's value as the engine gave it: JSON has lists where there were tuples."""
-    return tuple(_value(v) for v in value) if isinstance(value, list) else value

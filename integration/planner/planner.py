@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from ..engines.arch import Arch
 from ..engines.contract import Decline, Engine, Offer, Region
@@ -29,12 +30,19 @@ class PlanError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """One engine's answer for one region. ``seconds`` is predicted; ``reason`` says why it was chosen, or why not."""
+    """One engine's answer for one region. ``seconds`` is predicted; ``reason`` says why it was chosen, or why not; ``offer``
+    is None where it declined or was not asked."""
 
     engine: str
     seconds: float | None
     reason: str
     chosen: bool = False
+    offer: Offer | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Field -> plain value."""
+        return {"engine": self.engine, "seconds": self.seconds, "reason": self.reason, "chosen": self.chosen,
+                "offer": None if self.offer is None else self.offer.to_json()}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,14 +91,13 @@ class Plan:
         return "\n".join([f"plan {self.signature} on {self.arch.name}, policy {self.policy.mode}", *aligned(rows)])
 
     def choices(self) -> list[dict]:
-        """JSON-able: per region its pass, ops, engine, knobs, predicted microseconds and all other candidates."""
+        """JSON-able: per region its pass, ops, engine, predicted microseconds, what the engine offers, and all candidates."""
         rows = []
         for name, part in (("forward", self.forward), ("backward", self.backward)):
             for r in part.regions if part else ():
                 rows.append({
-                    "pass": name, "ops": list(r.ops), "engine": r.engine, "knobs": dict(r.offer.knobs),
-                    "predicted_us": round(r.seconds * 1e6, 3), "launches": r.offer.launches,
-                    "candidates": [dataclasses.asdict(c) for c in r.candidates],
+                    "pass": name, "ops": list(r.ops), "engine": r.engine, "predicted_us": round(r.seconds * 1e6, 3),
+                    **r.offer.to_json(), "candidates": [c.to_json() for c in r.candidates],
                 })  # fmt: skip
         return rows
 
@@ -162,9 +169,14 @@ def _cover(graph: Graph, arch: Arch, policy: Policy, pins: Pins | None) -> Graph
                 if len(ids) > 1:
                     regions.append(ids)
 
-    if pins is not None and policy.chooses and pins.of_arch(arch.name):
+    rows = pins.of_arch(arch.name) if pins is not None and policy.chooses else {}
+    if rows:
         cover(lambda node: _pinned_region(graph, node, free, regions, arch, policy, pins))
+    obeyed = len(chosen)
     cover(lambda node: _best_region(graph, node, free, regions, arch, policy))
+    for planned in chosen[obeyed:] if rows else ():
+        if (key := planned.region.key()) in rows:  # it was not found by what it says of itself
+            _hold(rows[key], key, planned.region, pins)
     return GraphPlan(graph, _in_order(graph, chosen))
 
 
@@ -172,14 +184,24 @@ def _pinned_region(graph: Graph, node: Node, free: set[int], regions: list[set[i
                    pins: Pins) -> PlannedRegion | None:  # fmt: skip
     """The longest pinned region that begins at ``node``, None where there is none."""
     rows = pins.of_arch(arch.name)
-    shapes = sorted({(p.ops, p.edges) for p in rows.values() if p.ops[0] == node.op}, key=lambda s: (-len(s[0]), s))
-    for ops, edges in shapes:
+    known = {(p.ops, p.edges) for p in rows.values() if p.ops[0] == node.op} | {((node.op,), ())}
+    for ops, edges in sorted(known, key=lambda s: (-len(s[0]), s)):
         for nodes in find(graph, node, ops, edges, free):
             region = region_of(graph, nodes)
-            pin = rows.get(region.key())
-            if pin is not None and pin.ops == ops and (len(ops) == 1 or convex(graph, {id(n) for n in nodes}, regions)):
-                return _obey(pin, region, arch, policy, pins)
+            key = region.key()
+            if key not in rows:
+                continue
+            _hold(rows[key], key, region, pins)
+            if len(ops) == 1 or convex(graph, {id(n) for n in nodes}, regions):
+                return _obey(rows[key], region, arch, policy, pins)
     return None
+
+
+def _hold(pin: Pin, key: str, region: Region, pins: Pins) -> None:
+    """Refuses a pin that describes another region than the one that its key is made from: it would not be found and so be ignored."""
+    for field, said, true in (("ops", pin.ops, region.ops), ("edges", pin.edges, region.edges())):
+        if said != true:
+            raise PlanError(f"{pins.source}: pin {key}: {field} = {list(said)}: the region of that key has {list(true)}; {pins.remedy}")
 
 
 def _obey(pin: Pin, region: Region, arch: Arch, policy: Policy, pins: Pins) -> PlannedRegion:
@@ -192,7 +214,7 @@ def _obey(pin: Pin, region: Region, arch: Arch, policy: Policy, pins: Pins) -> P
     ids = dict.fromkeys(e.id for op in pin.ops for e in entries_for(op) if e is not entry)
     others = (Candidate(e, None, f"{pins.source} pins {entry.id}") for e in ids)
     seconds = region.predicted_seconds(answer, arch)
-    winner = Candidate(entry.id, seconds, f"pinned by {pins.source}", True)
+    winner = Candidate(entry.id, seconds, f"pinned by {pins.source}", True, answer)
     return PlannedRegion(region, entry.id, answer, (winner, *others), seconds)
 
 
@@ -223,7 +245,6 @@ def _best_region(graph: Graph, node: Node, free: set[int], regions: list[set[int
     if op_table()[node.op].kind == "collective":
         region = region_of(graph, [node])
         return PlannedRegion(region, "runner", Offer(1.0), (), 0.0)
-    best: tuple[int, float, Region, Entry, Offer] | None = None
     rejected: list[Candidate] = []
     offers: list[tuple[int, float, Region, Entry, Offer]] = []
     for entry in entries_for(node.op):
@@ -236,19 +257,14 @@ def _best_region(graph: Graph, node: Node, free: set[int], regions: list[set[int
                 continue
             offers.append((len(nodes), region.predicted_seconds(answer, arch), region, entry, answer))
             break
-    if offers:
-        # longest first; then the fastest; then the manifest's order
-        best = min(offers, key=lambda o: (-o[0], o[1]))
-    if best is None:
+    if not offers:
         reasons = "\n".join(f"  {c.engine}: {c.reason}" for c in rejected)
         raise PlanError(f"{node.op} on {arch.name} under policy {policy}: no engine may run it\n{reasons}\n"
                         "relax the policy, drop engine=, or install what the reasons name", tuple(rejected))  # fmt: skip
+    best = min(offers, key=lambda o: (-o[0], o[1]))  # longest first; then the fastest; then the manifest's order
     size, seconds, region, entry, offer = best
-    losers = [
-        Candidate(e.id, s, f"covers {n} node(s), {s * 1e6:.1f} us predicted, against {size} and {seconds * 1e6:.1f} us")
-        for n, s, _, e, _ in offers if e is not entry
-    ]  # fmt: skip
-    winner = Candidate(entry.id, seconds, _why(best, offers, policy), True)
+    losers = [Candidate(o[3].id, o[1], _why_not(o, best), offer=o[4]) for o in offers if o is not best]
+    winner = Candidate(entry.id, seconds, _why(best, offers, policy), True, offer)
     return PlannedRegion(region, entry.id, offer, (winner, *losers, *rejected), seconds)
 
 
@@ -258,7 +274,17 @@ def _why(best: tuple, offers: list[tuple], policy: Policy) -> str:
         return "policy is reference" if policy.engine is None else f"engine={policy.engine!r} is forced"
     if len(offers) == 1:
         return "the only engine that offers"
-    return f"{'covers the most nodes' if best[0] > max(o[0] for o in offers if o is not best) else 'predicted fastest'} of {len(offers)} offers"
+    return f"{'covers the most ops' if best[0] > max(o[0] for o in offers if o is not best) else 'predicted fastest'} of {len(offers)} offers"
+
+
+def _why_not(other: tuple, best: tuple) -> str:
+    """Why an offer is not the best one; both are (number of ops, seconds, region, entry, offer)."""
+    (ops, seconds, *_), (most, least, _, chosen, _) = other, best
+    if ops < most:
+        return f"covers {ops} op{'s' if ops > 1 else ''}, {chosen.id} covers {most}"
+    if seconds == least:
+        return f"as fast: {seconds * 1e6:.1f} us predicted, {chosen.id} comes first"
+    return f"slower: {seconds * 1e6:.1f} us predicted, {chosen.id} {least * 1e6:.1f} us"
 
 
 def _shapes(graph: Graph, node: Node, free: set[int], regions: list[set[int]], entry: Entry, arch: Arch):
@@ -293,6 +319,8 @@ def _ask(entry: Entry, region: Region, arch: Arch, policy: Policy, knobs: tuple 
     unusable = entry.unusable()
     if unusable:
         return Decline(unusable)
+    if entry.trial and forced is not entry and knobs is None:
+        return Decline(f"on trial: runs only where engine={entry.id!r} or a plan file names it")
     engine: Engine = entry.load()
     if knobs is None:
         answer = engine.match(region, arch)

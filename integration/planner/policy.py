@@ -7,9 +7,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
 
-from ..settings import settings
-
-MODES = ("auto", "strict", "reference")
+from ..settings import POLICIES, settings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,9 +22,11 @@ class Policy:
     engine: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.per_module, Mapping):
+            object.__setattr__(self, "per_module", tuple(self.per_module.items()))
         for field, mode in (("mode", self.mode), *((f"per_module[{p!r}]", m) for p, m in self.per_module)):
-            if mode not in MODES:
-                raise ValueError(f"policy {field} = {mode!r}: must be one of {', '.join(MODES)}")
+            if mode not in POLICIES:
+                raise ValueError(f"policy {field} = {mode!r}: must be one of {', '.join(POLICIES)}")
         if self.engine is not None:
             from ..engines.manifest import BY_ID
 

@@ -84,18 +84,19 @@ class Report:
         ]
 
 
+def planned_modules(model) -> list[tuple[str, Any]]:
+    """(name, module) of the modules of ``model`` that run plans of their own: those of layerplan whose parameters no parent's plan
+    reads."""
+    return [(name, module) for name, module in model.named_modules() if getattr(module, "runs_own_plans", False)]
+
+
 def report(model) -> Report:
     """What every layerplan module of ``model`` (a torch.nn.Module) that has run at least once runs on, and why."""
     rows: list[Row] = []
     idle: list[str] = []
-    others: list[tuple[str, str]] = []
-    for name, module in model.named_modules():
-        if not hasattr(module, "plan_runners"):
-            if next(module.parameters(recurse=False), None) is not None:
-                others.append((name, type(module).__name__))
-            continue
-        if module.plan_runners is None:  # its parent's plan reads its parameters
-            continue
+    others = [(name, type(module).__name__) for name, module in model.named_modules()
+              if not hasattr(module, "runs_own_plans") and next(module.parameters(recurse=False), None) is not None]  # fmt: skip
+    for name, module in planned_modules(model):
         found = [row for runner in module.plan_runners() for row in _rows(name, type(module).__name__, runner)]
         rows += dict.fromkeys(found)
         if not found:

@@ -16,14 +16,18 @@ import torch
 from ..engines.arch import Arch
 from ..engines.manifest import BY_ID
 from ..graph.autodiff import accumulate_weight_grads, differentiate
-from ..graph.ir import Graph, GraphError
+from ..graph.ir import Dim, Graph, GraphError
+from ..graph.ops.table import op_table
+from ..settings import settings
 from .plan_file import Pins
 from .planner import Plan, PlannedRegion, plan
 from .policy import Policy
 from .program import BackwardProgram, forward_programs, warn_if_reference
 
 _grad_enabled = torch.is_grad_enabled
+_transforms_active = torch._C._are_functorch_transforms_active
 _plans: dict[tuple, Plan] = {}
+_MOST_KEYS = 4096  # token counts that a runner remembers; to look one up again costs the graph's building
 
 
 def cached_plan(graph: Graph, arch: Arch, policy: Policy, *, pins: Pins | None = None, **options: Any) -> Plan:
@@ -35,6 +39,59 @@ def cached_plan(graph: Graph, arch: Arch, policy: Policy, *, pins: Pins | None =
     if own is None or own.inputs != graph.inputs or own.outputs[: len(graph.outputs)] != graph.outputs:
         found = _plans[key] = plan(graph, arch, policy, pins=pins, **options)
     return found
+
+
+def readable(t: torch.Tensor) -> bool:
+    """Whether a tensor's values may be read to check them: where that waits for no device, or with LAYERPLAN_CHECK=1."""
+    return not t.is_meta and (not t.is_cuda or settings().check)
+
+
+class _Checks:
+    """The op table's ``check`` of every node of a graph that has one, over the graph's input tensors."""
+
+    def __init__(self, graph: Graph) -> None:
+        table, position = op_table(), {v: i for i, v in enumerate(graph.inputs)}
+        self.rows = [
+            (table[n.op].check, {p: position[v] for p, v in n.inputs if v in position}, {p: graph.specs[v].shape for p, v in n.inputs}, n.attributes)
+            for n in graph.nodes if table[n.op].check is not None
+        ]  # fmt: skip
+        self.where = {d.name: (i, axis) for i, v in enumerate(graph.inputs) for axis, d in enumerate(graph.specs[v].shape) if isinstance(d, Dim)}
+
+    def __call__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        sizes = {name: tensors[i].shape[axis] for name, (i, axis) in self.where.items()}
+        for check, ports, shapes, attrs in self.rows:
+            values = {p: tensors[i] for p, i in ports.items() if readable(tensors[i])}
+
+            def shape(port: str, shapes=shapes) -> tuple[int | None, ...] | None:
+                return tuple(d if isinstance(d, int) else sizes.get(d.name) for d in shapes[port]) if port in shapes else None
+
+            check(values, shape, attrs)
+
+
+class _Constants:
+    """The inputs of a graph that require a gradient though a port that reads them passes none on (the tables of a rotation): their
+    gradient would be lost without a word. Without grad mode nothing is."""
+
+    def __init__(self, graph: Graph, needs: tuple[bool, ...]) -> None:
+        table, position = op_table(), {v: i for i, v in enumerate(graph.inputs)}
+        self.positions: dict[int, tuple[str, str]] = {}  # position of the input -> (op, port)
+        for n in graph.nodes:
+            allowed = table[n.op].differentiable
+            for p, v in n.inputs:
+                if v in position and needs[position[v]] and allowed is not None and p not in allowed:
+                    self.positions.setdefault(position[v], (n.op, p))
+
+    def before(self, check: Callable[[tuple[torch.Tensor, ...]], None] | None, owner: Runner) -> Callable[[tuple[torch.Tensor, ...]], None]:
+        i, (op, port) = next(iter(self.positions.items()))
+
+        def refuse(tensors: tuple[torch.Tensor, ...]) -> None:
+            if _grad_enabled():
+                raise ValueError(f"{owner.name or 'layerplan'}: {owner.names[i]} requires a gradient: {op} passes none to its port "
+                                 f"{port}; pass {owner.names[i]}.detach()")  # fmt: skip
+            if check is not None:
+                check(tensors)
+
+        return refuse
 
 
 class WeightGrads:
@@ -50,6 +107,8 @@ class WeightGrads:
         self._queue: list[Callable[[], None]] = []
 
     def fused_positions(self) -> tuple[int, ...]:
+        """Input positions whose gradients are added to ``main_grad``: parameters that are frozen, or that carry no ``main_grad`` or no
+        ``grad_added_to_main_grad``, are not among them. Empty without ``fuse``."""
         if not self.fuse:
             return ()
         return tuple(
@@ -58,6 +117,8 @@ class WeightGrads:
         )  # fmt: skip
 
     def dummy(self, position: int) -> torch.Tensor:
+        """What autograd gets in place of a gradient that went into ``main_grad``: shape, dtype and device of the parameter; zeros
+        where ``zero_out_wgrad`` is set, else uninitialised. Sets ``grad_added_to_main_grad``."""
         p = self.params[position]
         p.grad_added_to_main_grad = True
         make = torch.zeros if getattr(p, "zero_out_wgrad", False) else torch.empty
@@ -80,16 +141,18 @@ class WeightGrads:
             p.grad = grad if p.grad is None else p.grad + grad
 
 
-class Entry:
+class Executable:
     """A plan for one key, with its programs. Built once. ``forward(*tensors)`` runs where nothing is recorded;
     ``apply(sink, *tensors)`` is the entry's own autograd Function, whose backward is planned by its first run.
     ``library(*tensors)``, where it is not None, is the same plan as one call that a library differentiates itself: then no
     Python runs in backward."""
 
-    __slots__ = ("_backward", "_function", "_owner", "_recompute", "apply", "arch", "differentiable", "forward", "graph", "library",
+    __slots__ = ("_backward", "_function", "_owner", "_recompute", "apply", "arch", "check", "checks", "differentiable", "forward", "graph", "library",
                  "needs", "num_outputs", "plan", "plans", "saved", "single")  # fmt: skip
 
     def __init__(self, owner: Runner, graph: Graph, arch: Arch, needs: tuple[bool, ...]) -> None:
+        constant = _Constants(graph, needs)
+        needs = tuple(n and i not in constant.positions for i, n in enumerate(needs))
         self._owner, self.graph, self.arch, self.needs = owner, graph, arch, needs
         self._recompute = owner.recompute
         self.differentiable = any(needs)
@@ -110,6 +173,12 @@ class Entry:
         if self.differentiable:
             self._function, self.apply = _function(owner.name or graph.nodes[0].op, recorded, self._run_backward)
         self.library = self._library_call()
+        checks = _Checks(graph)
+        self.checks = checks if checks.rows else None
+        # sizes are checked once per key; values on each call, where they may be read
+        self.check = self.checks if self.checks and (not arch.is_gpu or settings().check) else None
+        if constant.positions:  # rare: the others pay nothing for it
+            self.check = constant.before(self.check, owner)
 
     def _library_call(self) -> Callable[..., torch.Tensor] | None:
         """One library call that is the whole plan: one region forward, and the same engine for all of its gradient."""
@@ -221,7 +290,7 @@ def _function(name: str, forward: Callable[..., Any], backward: Callable[..., tu
 def _key_function(arity: int):
     """key(a, b, ...): what of the tensors' metadata a plan may depend on."""
     names = [f"t{i}" for i in range(arity)]
-    items = ", ".join(f"{n}.shape, {n}.dtype, {n}.get_device(), {n}.requires_grad" for n in names)
+    items = ", ".join(f"{n}.shape, {n}.dtype, {n}.device, {n}.requires_grad" for n in names)
     return eval(f"lambda {', '.join(names)}: ({items},)")  # generated from an int
 
 
@@ -238,7 +307,8 @@ class Runner:
                  groups: Mapping[str, Any] | None = None, pins: Pins | None = None) -> None:  # fmt: skip
         self.build, self.names, self.policy, self.name = build, names, policy, name
         self.training, self.recompute, self.groups, self.pins = training, recompute, dict(groups or {}), pins
-        self.entries: dict[tuple, Entry] = {}
+        self.entries: dict[tuple, Executable] = {}  # by the tensors' metadata: the hot path's one lookup
+        self._executables: dict[tuple, Executable] = {}  # by graph and shape class
         self._key = _key_function(len(names))
 
     def __call__(self, *tensors: torch.Tensor, sink: WeightGrads | None = None):
@@ -251,13 +321,18 @@ class Runner:
             raise
         if entry is None:
             entry = self._miss(tensors)
+        if entry.check is not None:
+            entry.check(tensors)
         if entry.differentiable and _grad_enabled():
             if sink is None and entry.library is not None:
                 return entry.library(*tensors)
+            if _transforms_active():
+                raise RuntimeError(f"{self.name or 'layerplan'}: torch.func transforms (grad, vjp, vmap, ...) are not offered for this plan, whose "
+                                   "backward is planned; use torch.autograd.grad or .backward()")  # fmt: skip
             return entry.apply(sink, *tensors)
         return entry.forward(*tensors)
 
-    def _miss(self, tensors: tuple[torch.Tensor, ...]) -> Entry:
+    def _miss(self, tensors: tuple[torch.Tensor, ...]) -> Executable:
         devices = {n: t.device for n, t in zip(self.names, tensors, strict=True)}
         if len(set(devices.values())) > 1:
             listed = ", ".join(f"{n} on {d}" for n, d in devices.items())
@@ -267,11 +342,19 @@ class Runner:
             arch = Arch.of_device(index)
             graph = self.build(*tensors)
             needs = tuple(t.requires_grad for t in tensors)
-            entry = Entry(self, graph, arch, needs)
+            # one executable serves every size of a shape class
+            same = (graph.signature(), graph.inputs, graph.outputs, tuple(d.hint for d in graph.dims()), arch.name, needs)
+            entry = self._executables.get(same)
+            if entry is None:
+                entry = self._executables[same] = Executable(self, graph, arch, needs)
         except GraphError as error:
             shapes = ", ".join(f"{n}: {list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
                                for n, t in zip(self.names, tensors, strict=True))  # fmt: skip
             raise type(error)(f"{error}\n  called with {shapes}") from None
+        if entry.checks is not None:
+            entry.checks(tensors)
+        if len(self.entries) >= _MOST_KEYS:
+            self.entries.clear()
         self.entries[self._key(*tensors)] = entry
         return entry
 
@@ -284,13 +367,13 @@ class Runner:
 
     def plans(self) -> list[Plan]:
         """Every plan that this runner has run: the forward of each key, and each backward that was asked for."""
-        return [p for e in self.entries.values() for p in ([e.plan] if e.library is not None and len(e.plans) == 1 else e.plans)]
+        return [p for e in self._executables.values() for p in ([e.plan] if e.library is not None and len(e.plans) == 1 else e.plans)]
 
     def regions(self) -> list[tuple[str, str, PlannedRegion]]:
         """(pass, arch, region) of every plan that this runner has run. The backward is what ran, where one has run that a plan
         was made for (an accumulating or a partial one is not the one planned with the forward), otherwise what is planned."""
         rows = []
-        for entry in self.entries.values():
+        for entry in self._executables.values():
             arch, ran = entry.arch.name, [p.forward for p in entry.plans[1:]]
             planned = [entry.plan.backward] if entry.plan.backward else []
             rows += [("forward", arch, r) for r in entry.plan.forward.regions]

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,9 @@ from ..megatron.cpu_mode import cpu_mode
 from ..megatron.cpu_mode import is_active as cpu_mode_is_active
 from ..megatron.optimizer import install_optimizer
 from ..planner.plan_file import Pins
+from ..settings import launcher_environment
 
 _TIMEOUT = datetime.timedelta(minutes=30)
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +79,15 @@ class Ranks:
         return f"rank {self.rank} (tensor {self.tensor}, pipeline {self.pipeline}, data {self.data})"
 
 
+def refuse_together(problems: list[Problem], ranks: Ranks) -> None:
+    """RecipeError on every rank, with the problems of all, if any rank has one: none waits for one that stopped."""
+    found: list[list[Problem]] = [[] for _ in range(ranks.world)]
+    dist.all_gather_object(found, problems, group=ranks.control)
+    everyone = list(dict.fromkeys(p for part in found for p in part))
+    if everyone:
+        raise RecipeError(everyone)
+
+
 def arch_of(device: torch.device) -> Arch:
     return Arch.of_device(-1 if device.type == "cpu" else device.index)
 
@@ -95,11 +104,12 @@ def wants_cpu(recipe: Recipe) -> bool:
 def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
     """Process groups, seeds and Megatron's patches for the length of the block.
 
-    One process makes a group by itself; under torchrun the group is torchrun's. A group that exists already is used and
-    left alone. On a machine without a GPU (or with train.device=cpu) the block is in CPU mode, over gloo.
+    One process makes a group by itself; where a launcher set WORLD_SIZE above 1 (torchrun, or anything else), RANK, MASTER_ADDR
+    and MASTER_PORT say which group to join. A group that exists already is used and left alone. On a machine without a GPU (or with train.device=cpu) the block is in CPU mode, over gloo.
     """
     with contextlib.ExitStack() as stack:
         cpu = wants_cpu(recipe)
+        world = 1 if dist.is_initialized() else launched_world(launcher_environment(), cpu)
         if cpu:
             if not cpu_mode_is_active():
                 stack.enter_context(cpu_mode())
@@ -113,7 +123,7 @@ def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
             before = torch.get_num_threads()
             torch.set_num_threads(recipe.train.threads)
             stack.callback(torch.set_num_threads, before)
-        _join(stack, cpu, device)
+        _join(stack, cpu, device, world)
         world = dist.get_world_size()
         problems = recipe.validate_world(world) + _arch_problems(recipe, device)
         if problems:
@@ -139,13 +149,40 @@ def _arch_problems(recipe: Recipe, device: torch.device) -> list[Problem]:
     return [Problem("plan.arch", recipe.plan.arch, f"the device at hand is {here.name}", "leave plan.arch out to train")]
 
 
-def _join(stack: contextlib.ExitStack, cpu: bool, device: torch.device) -> None:
+def launched_world(env: Mapping[str, str], cpu: bool) -> int:
+    """The number of processes that a launcher started, 1 without one; ``env`` as ``launcher_environment`` gives it.
+
+    Raises RecipeError naming each variable that is absent or wrong: a rank that took itself for a run of its own would train
+    beside the others, into the same files.
+    """
+    problems, remedy = [], "start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for every process"
+    numbers: dict[str, int] = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if name in env:
+            if env[name].isascii() and env[name].isdigit():
+                numbers[name] = int(env[name])
+            else:
+                problems.append(Problem(f"environment: {name}", env[name], "must be a whole number, at least 0", remedy))
+    world = numbers.get("WORLD_SIZE", 1)
+    if world > 1:
+        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT", *(() if cpu else ("LOCAL_RANK",)))
+        rule = f"must be set where WORLD_SIZE = {world}"
+        problems += [Problem(f"environment: {name}", None, rule, remedy) for name in needed if name not in env]
+    if numbers.get("RANK", 0) >= max(world, 1) and "WORLD_SIZE" not in [p.field.partition(": ")[2] for p in problems]:
+        rule = f"must be below WORLD_SIZE = {world}" if "WORLD_SIZE" in env else "WORLD_SIZE is not set: this rank would train alone"
+        problems.append(Problem("environment: RANK", env["RANK"], rule, remedy))
+    if problems:
+        raise RecipeError(problems)
+    return world
+
+
+def _join(stack: contextlib.ExitStack, cpu: bool, device: torch.device, world: int) -> None:
     if dist.is_initialized():
         return
     # gloo beside NCCL: objects and flags travel without a kernel on the GPU
     options: dict[str, Any] = {"backend": "gloo"} if cpu else {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-    if dist.is_torchelastic_launched():
-        dist.init_process_group(timeout=_TIMEOUT, **options)
+    if world > 1:
+        dist.init_process_group(init_method="env://", timeout=_TIMEOUT, **options)
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT, **options)
     stack.callback(dist.destroy_process_group)
@@ -154,7 +191,7 @@ def _join(stack: contextlib.ExitStack, cpu: bool, device: torch.device) -> None:
 def transformer_config(recipe: Recipe) -> TransformerConfig:
     """Megatron's config of the recipe's model."""
     m, p, plan = recipe.model, recipe.parallel, recipe.plan
-    dtype = _DTYPES[recipe.precision.dtype]
+    dtype = getattr(torch, recipe.precision.tensor_dtype)
     recompute: dict[str, Any] = {}
     if plan.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -227,7 +264,7 @@ class Built:
 def build(recipe: Recipe, pins: Pins | None = None) -> Built:
     """Model, wrappers, optimiser and schedule, as the recipe says, its layers planned as ``pins`` say. Call inside
     ``ranks_of``."""
-    o, p, s, t = recipe.optimizer, recipe.parallel, recipe.schedule, recipe.train
+    o, p, t = recipe.optimizer, recipe.parallel, recipe.train
     config = transformer_config(recipe)
     gpt = build_model(recipe, config, pins)
     inner = Float16Module(config, gpt) if config.bf16 else gpt
@@ -249,10 +286,10 @@ def build(recipe: Recipe, pins: Pins | None = None) -> Built:
         ),
         [model],
     )  # fmt: skip
-    decay = (s.decay_steps or t.steps) * t.global_batch
+    decay = recipe.decay_steps * t.global_batch
     scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=o.lr, min_lr=o.min_lr, lr_warmup_steps=s.warmup_steps * t.global_batch,
-        lr_decay_steps=decay, lr_decay_style=s.style, start_wd=o.weight_decay, end_wd=o.weight_decay,
+        optimizer, init_lr=0.0, max_lr=o.lr, min_lr=o.min_lr, lr_warmup_steps=recipe.warmup_steps * t.global_batch,
+        lr_decay_steps=decay, lr_decay_style=recipe.schedule.style, start_wd=o.weight_decay, end_wd=o.weight_decay,
         wd_incr_steps=decay, wd_incr_style="constant",
     )  # fmt: skip
     config.grad_scale_func = optimizer.scale_loss

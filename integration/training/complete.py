@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import sys
 from pathlib import Path
 
 from ...recipes import Problem, Recipe, RecipeError
 from ...recipes.config import Parallel
+from .quiet import quiet
 
 
 def check_request(prompt: str, max_new_tokens: int, temperature: float) -> None:
@@ -97,9 +97,9 @@ def _generate(model, tokenizer, prompt, seq_length, count, temperature, seed, de
 
 def complete_command(checkpoint: Path, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> int:
     """The command: prints prompt and continuation. Returns the exit status."""
+    quiet()
     from .checkpoint import CheckpointError
 
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
     try:
         text = complete(Path(checkpoint), prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     except (RecipeError, CheckpointError) as error:

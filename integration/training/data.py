@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from ...recipes import Problem, Recipe, RecipeError
-from .build import Ranks
+from .build import Ranks, refuse_together
+from .indexed import foreign_token, foreign_token_problem
 from .tokenizer import Tokenizer
 
 Batch = dict[str, torch.Tensor]
@@ -35,7 +35,8 @@ class Samples:
     ranks that read nothing hold None. Raises RecipeError on all ranks together where a split holds too little."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks):
-        prefix = str(recipe.data.prefix)
+        prefix = self._prefix = str(recipe.data.prefix)
+        self._vocab_size = tokenizer.vocab_size
         self._seed, self._epoch, self._order = recipe.data.seed, -1, torch.empty(0, dtype=torch.int64)
         self._reads = ranks.tensor == 0 and (ranks.first_stage or ranks.last_stage)
         config = GPTDatasetConfig(
@@ -61,11 +62,7 @@ class Samples:
             rule = (f"asks for {wanted} samples, data.split = {recipe.data.split} leaves {validation} for validation in "
                     f"{name}: shares are of whole documents")  # fmt: skip
             problems.append(Problem("train.eval_batches", t.eval_batches, rule, "lower it, or give validation a larger share"))
-        found: list[list[Problem]] = [[] for _ in range(ranks.world)]
-        dist.all_gather_object(found, problems, group=ranks.control)
-        problems = list(dict.fromkeys(p for part in found for p in part))
-        if problems:
-            raise RecipeError(problems)
+        refuse_together(problems, ranks)
 
     def _training_sample(self, index: int) -> Batch:
         epoch, place = divmod(index, len(self._training))
@@ -91,6 +88,14 @@ class Samples:
             return None
         return self._generate(sample, consumed, recipe.train.micro_batch, ranks)
 
+    def _refuse_foreign_tokens(self, rows: list[Batch]) -> None:
+        """Before the embedding reads beyond its table, or takes zeros on another rank for them."""
+        for row in rows:
+            for key in ("tokens", "labels"):
+                token = foreign_token(row[key].numpy(), self._vocab_size)
+                if token is not None:
+                    raise RecipeError([foreign_token_problem(self._prefix, token, self._vocab_size)])
+
     def _generate(self, sample: Callable[[int], Batch], consumed: int, micro_batch: int,
                   ranks: Ranks) -> Iterator[Batch]:  # fmt: skip
         position = consumed
@@ -98,6 +103,7 @@ class Samples:
             first = position + ranks.data * micro_batch
             position += micro_batch * ranks.data_size
             rows = [sample(first + j) for j in range(micro_batch)] if self._reads else None
+            self._refuse_foreign_tokens(rows or [])
             batch: Batch = {}
             for dtype, keys in ((torch.int64, ("tokens", "labels", "position_ids")), (torch.float32, ("loss_mask",))):
                 packed = {k: torch.stack([row[k] for row in rows]) if rows else None for k in keys}

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .indexed import DatasetError, DatasetInfo, check_dataset, tokenizer_path
+from .quiet import quiet
 from .tokenizer import KINDS, Tokenizer, TokenizerError, byte_tokenizer, train_bpe
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".text", ".py", ".c", ".h", ".cpp", ".json", ".jsonl", ".html", ".tex")
@@ -189,6 +190,7 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 def prepare_command(inputs: list[Path], output_prefix: Path, tokenizer: str, vocab_size: int, jsonl_key: str) -> int:
     """The command: prepares, says what was written and what was left out. Returns the exit status."""
+    quiet()
     try:
         info, made, skipped = prepare(inputs, output_prefix, tokenizer=tokenizer, vocab_size=vocab_size, jsonl_key=jsonl_key)
     except (PrepareError, TokenizerError, DatasetError) as error:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import shutil
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
 from ...recipes import RecipeError, load_recipe
+from .quiet import quiet
 
 PACKAGES = ("asyncio", "collections", "concurrent", "ctypes", "dbm", "email", "html", "http", "importlib", "json", "logging",
             "multiprocessing", "re", "sqlite3", "unittest", "urllib", "xml", "zipfile")  # fmt: skip
@@ -32,11 +34,12 @@ def find_sources(stdlib: Path | None = None) -> list[Path]:
     return found
 
 
-def run_demo(workdir: Path, *, seconds: float = 110.0) -> int:
-    """The demo in ``workdir``, training for about ``seconds``. Returns the exit status: 0 if the loss clearly fell."""
-    from .launch import EXIT_OK, dry_run_report, quiet_megatron, run
+def run_demo(workdir: Path, *, seconds: float = 110.0, stdlib: Path | None = None) -> int:
+    """The demo in ``workdir``, training for about ``seconds`` (at least 60 steps) on the sources in ``stdlib``, by default this
+    Python's. Returns the exit status: 0 if the loss clearly fell, 1 if it did not, 2 if the demo cannot be run."""
+    from .launch import EXIT_OK, dry_run_report, load_checked, run
 
-    quiet_megatron()
+    quiet()
     workdir = Path(workdir)
     started = time.monotonic()
 
@@ -45,13 +48,12 @@ def run_demo(workdir: Path, *, seconds: float = 110.0) -> int:
 
     try:
         head("1. prepare the standard library's sources")
-        prefix = _prepared(workdir)
-        runs = workdir / "run"
-        shutil.rmtree(runs, ignore_errors=True)
+        prefix = _prepared(workdir, stdlib)
+        runs = _new_folder(workdir)
         common = [f"data.prefix={prefix}", f"checkpoint.dir={runs}", "checkpoint.keep=2"]
 
         head("2. what the run will be")
-        dry_run_report(load_recipe("gpt_tiny", common), print)
+        dry_run_report(load_checked("gpt_tiny", common, dry_run=True), print)
 
         head("3. train")
         steps = _affordable_steps(workdir, common, seconds)
@@ -78,11 +80,22 @@ def run_demo(workdir: Path, *, seconds: float = 110.0) -> int:
         return 2
 
 
-def _prepared(workdir: Path) -> Path:
+def _new_folder(workdir: Path) -> Path:
+    """``run``, or ``run-2`` and so on where earlier runs lie: they stay as they are."""
+    runs, number = workdir / "run", 1
+    while runs.exists():
+        number += 1
+        runs = workdir / f"run-{number}"
+    if number > 1:
+        print(f"{workdir}: holds an earlier run, which stays; this one goes to {runs}")
+    return runs
+
+
+def _prepared(workdir: Path, stdlib: Path | None) -> Path:
     from .data_prepare import prepare
 
     prefix = workdir / "data" / "stdlib"
-    info, tokenizer, _ = prepare(find_sources(), prefix, tokenizer="bpe", vocab_size=2048)
+    info, tokenizer, _ = prepare(find_sources(stdlib), prefix, tokenizer="bpe", vocab_size=2048)
     print(f"{prefix}: {info.documents} documents, {info.tokens:,} tokens, {tokenizer.kind} tokenizer of {tokenizer.vocab_size} ids")
     return prefix
 
@@ -92,10 +105,8 @@ def _affordable_steps(workdir: Path, common: list[str], seconds: float) -> int:
     from .metrics import FILE, read_metrics
     from .trainer import train
 
-    trial = workdir / "trial"
-    shutil.rmtree(trial, ignore_errors=True)
-    overrides = [*common, "checkpoint.dir=none", f"logging.dir={trial}", "logging.progress=false", "logging.plot=false", "train.steps=12",
-                 "schedule.warmup_steps=1"]  # fmt: skip
+    trial = Path(tempfile.mkdtemp(prefix="trial.", dir=workdir))
+    overrides = [*common, "checkpoint.dir=none", f"logging.dir={trial}", "logging.progress=false", "logging.plot=false", "train.steps=12"]
     train(load_recipe("gpt_tiny", overrides), say=lambda _: None)
     pace = sorted(r["seconds"] for r in read_metrics(trial / FILE)[4:])
     typical = pace[len(pace) // 2]

@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import sys
-import warnings
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ...recipes import RECIPES, Problem, Recipe, RecipeError, apply_overrides, load_recipe
-from ...recipes.config import load_pins
+from ...recipes.config import folder_problems, load_pins
 from ...recipes.size import flops_per_token, memory_estimate, parameter_count
-from ..engines.packages import locate
+from ..engines.packages import install_command, locate
+from ..planner.plan_file import Pins
+from .indexed import check_data
+from .quiet import quiet
 
 EXIT_OK, EXIT_CONFIG, EXIT_NOT_FINITE, EXIT_CHECKPOINT = 0, 2, 3, 4
-
-
-def quiet_megatron() -> None:
-    """Megatron-Core warns in every run about its own plans for later releases; layerplan's users can do nothing about those."""
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
+_GRACE_S = 10.0  # seconds that another rank gives rank 0
 
 
 def pretrain_command(recipe: str, overrides: list[str], dry_run: bool) -> int:
     """The command. Returns the exit status: 0 when done or stopped by a signal, 2 for a config or data that cannot run, 3 for a
-    loss that is not finite, 4 for checkpoints that cannot be read or written."""
-    quiet_megatron()
+    loss that is not finite, 4 for checkpoints or metrics that cannot be read or written."""
+    quiet()
     try:
-        made = load_checked(recipe, overrides, dry_run)
+        checked = load_checked(recipe, overrides, dry_run)
         if dry_run:
-            return dry_run_report(made, print)
-        return run(made)
+            return dry_run_report(checked, print)
+        return run(checked.recipe)
     except (RecipeError, FileNotFoundError, RuntimeError) as error:
         # PlanError is a RuntimeError of a module that needs torch: told by name, so that a wrong recipe needs no torch
         if isinstance(error, RuntimeError) and type(error).__name__ != "PlanError":
             raise
-        print(f"layerplan pretrain: {error}", file=sys.stderr)
+        _say_once(f"layerplan pretrain: {error}")
         return EXIT_CONFIG
 
 
-def load_checked(name: str, overrides: list[str], dry_run: bool) -> Recipe:
+def _say_once(text: str) -> None:
+    """Print what every rank of a node finds alike, from rank 0 alone. The others wait: torchrun ends them as soon as rank 0 is gone,
+    and one that is still there after its time met something that rank 0 did not, and says so."""
+    rank, local = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    if rank and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_GRACE_S if local == 0 else 2 * _GRACE_S)
+        text = f"rank {rank}: {text}"
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A recipe that can run as far as can be known beforehand. ``pins``: the content of plan.file; ``rules``: whose rules it was
+    held against, as a dry run says it."""
+
+    recipe: Recipe
+    pins: Pins | None
+    rules: str
+
+
+def load_checked(name: str, overrides: list[str], dry_run: bool) -> Checked:
     """The recipe with its overrides. Raises one RecipeError with everything that is wrong with it, with the environment beside it
     and with the files that it names; a dry run may name no data, and is also held against Megatron's rules."""
     problems: list[Problem] = []
@@ -50,23 +69,29 @@ def load_checked(name: str, overrides: list[str], dry_run: bool) -> Recipe:
             raise
         made, problems = RECIPES[name](), error.problems
         apply_overrides(made, overrides)
-    own = not problems
-    problems = problems + _file_problems(made, data=not dry_run or made.data.prefix is not None)
+    own, pins, rules = not problems, None, "the recipe's own rules"
+    if not dry_run or made.data.prefix is not None:
+        problems = problems + check_data(made)[0]
+    problems = problems + folder_problems(made)
+    try:
+        pins = load_pins(made)
+    except RecipeError as error:
+        problems = problems + error.problems
     if own and dry_run:
         try:
-            _check_megatron(made)
+            rules = _check_megatron(made)
         except RecipeError as error:
-            problems += error.problems
+            problems = problems + error.problems
     if problems:
         raise RecipeError(problems)
-    return made
+    return Checked(made, pins, rules)
 
 
 def run(recipe: Recipe, say: Callable[[str], None] | None = None) -> int:
     """Train; errors of a run become its exit status and a line that names step and rank. RecipeError and PlanError pass
     through."""
-    _refuse_files(recipe)
     from .checkpoint import CheckpointError
+    from .metrics import MetricsError
     from .trainer import NotFiniteError, train
 
     try:
@@ -74,34 +99,15 @@ def run(recipe: Recipe, say: Callable[[str], None] | None = None) -> int:
     except NotFiniteError as error:
         print(f"layerplan pretrain: {error}", file=sys.stderr, flush=True)
         return EXIT_NOT_FINITE
-    except CheckpointError as error:
+    except (CheckpointError, MetricsError) as error:
         print(f"layerplan pretrain: {error}", file=sys.stderr, flush=True)
         return EXIT_CHECKPOINT
     return EXIT_OK
 
 
-def _file_problems(recipe: Recipe, *, data: bool = True) -> list[Problem]:
-    """What is wrong with the files that the recipe names; found before anything heavy is imported."""
-    from .indexed import check_data
-
-    problems = list(check_data(recipe)[0]) if data else []
-    try:
-        load_pins(recipe)
-    except RecipeError as error:
-        problems += error.problems
-    return problems
-
-
-def _refuse_files(recipe: Recipe, *, data: bool = True) -> None:
-    problems = _file_problems(recipe, data=data)
-    if problems:
-        raise RecipeError(problems)
-
-
-def dry_run_report(recipe: Recipe, out: Callable[[str], None]) -> int:
-    """Validate all that can be without a GPU and say what the run would be. Raises RecipeError."""
-    _refuse_files(recipe, data=recipe.data.prefix is not None)
-    checked = _check_megatron(recipe)
+def dry_run_report(checked: Checked, out: Callable[[str], None]) -> int:
+    """Say what the run of a recipe would be, plan included; needs no GPU. Raises PlanError where a layer cannot be planned."""
+    recipe = checked.recipe
     m, p, t = recipe.model, recipe.parallel, recipe.train
     ranks = p.tensor * p.pipeline
     memory = memory_estimate(recipe)
@@ -118,14 +124,15 @@ def dry_run_report(recipe: Recipe, out: Callable[[str], None]) -> int:
     out(f"data        {recipe.data.prefix or 'not set: data.prefix=PREFIX is needed to train'}")
     evaluated = f"every {t.eval_every_steps} steps on {t.eval_batches} batches = {t.eval_batches * t.global_batch} sequences"
     out(f"validation  {evaluated if t.eval_every_steps else 'off'}")
-    out(f"checked     {checked}")
-    _plan_report(recipe, out)
+    out(f"checked     {checked.rules}")
+    _plan_report(checked, out)
     return EXIT_OK
 
 
 def _check_megatron(recipe: Recipe) -> str:
+    """Hold a valid recipe against the rules of Megatron-Core and of the layers; says whose they were. Raises RecipeError."""
     if not locate("megatron.core").here:
-        return "the recipe's own rules; Megatron's need: pip install 'layerplan[megatron]'"
+        return f"the recipe's own rules; Megatron's need: {install_command('megatron')}"
     try:
         from .build import transformer_config
 
@@ -133,27 +140,28 @@ def _check_megatron(recipe: Recipe) -> str:
     except (ValueError, AssertionError) as error:
         raise RecipeError([Problem("recipe", recipe.name, f"Megatron-Core refuses it: {error}", "change the field it names")]) from None
     if recipe.plan.layers == "layerplan":
-        try:
-            from ..megatron.config_map import check_config
-        except ImportError:
-            return "the recipe's and Megatron-Core's rules"
-        problems = check_config(config)
+        from ..megatron import compat
+        from ..megatron.config_map import check_config
+
+        with compat.apply(*compat.GUARDS):  # as in every run of the trainer
+            problems = check_config(config)
         if problems:
             raise RecipeError(problems)
-    return "the recipe's, Megatron-Core's and the layers' rules"
+        return "the recipe's, Megatron-Core's and the layers' rules"
+    return "the recipe's and Megatron-Core's rules"
 
 
-def _plan_report(recipe: Recipe, out: Callable[[str], None]) -> None:
+def _plan_report(checked: Checked, out: Callable[[str], None]) -> None:
+    recipe, pins = checked.recipe, checked.pins
     if recipe.plan.layers != "layerplan":
         out("plan        none: plan.layers=megatron_local runs Megatron's own layers")
         return
     from ...recipes.estimate import estimate_recipe
 
-    arch, pins = _arch(recipe), load_pins(recipe)
+    arch = _arch(recipe)
     if pins is not None:
-        written_for = ", ".join(pins.archs()) or "no arch"
-        out(f"plan file   {recipe.plan.file}: {len(pins.of_arch(arch.name))} pins for {arch.name}; it holds pins for {written_for}")
-    out(str(estimate_recipe(recipe, arch)))
+        out(f"plan file   {recipe.plan.file}: {len(pins.of_arch(arch.name))} pins for {arch.name}; it holds pins for {pins.written_for()}")
+    out(str(estimate_recipe(recipe, arch, pins=pins)))
 
 
 def _arch(recipe: Recipe) -> Any:

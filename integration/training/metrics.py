@@ -7,9 +7,11 @@ ranks' peak; absent where the peak is unknown), memory_bytes (peak of the writin
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,13 +28,13 @@ def peak_memory(device: torch.device) -> int:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Dense FLOP/s of the device in ``fp32`` or ``bf16``, or None where no datasheet says: a CPU, an unknown GPU."""
+    """Dense FLOP/s of the device in ``dtype`` ("bfloat16"), or None where no datasheet says: a CPU, an unknown GPU."""
     if device.type != "cuda":
         return None
     from ..engines.arch import Arch
 
     try:
-        return Arch.of_device(device.index or 0).peak_flops({"fp32": "float32", "bf16": "bfloat16"}[dtype])
+        return Arch.of_device(device.index or 0).peak_flops(dtype)
     except ValueError:
         return None
 
@@ -52,16 +54,36 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+class MetricsError(RuntimeError):
+    """A metrics file, or what is drawn from it, that cannot be read or written; names the file and the remedy."""
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        told = str(error) if str(path) in str(error) else f"{path}: cannot be written ({error})"
+        raise MetricsError(f"{told}; free space there, or set logging.dir to another folder") from None
+
+
 class Metrics:
-    """Appends rows. Rows of steps after ``step``, left by a run that was killed, go first: those steps are run again."""
+    """Appends rows. Rows of steps after ``step``, left by a run that was killed, go first: those steps are run again. Every method
+    raises MetricsError."""
 
     def __init__(self, folder: Path, step: int):
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
+        with _naming(self.path):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._begin(folder, step)
+
+    def _begin(self, folder: Path, step: int) -> None:
         rows = read_metrics(self.path)
         if rows and not step:  # a new run in an old run's folder: keep the old one's numbers
             number = next(n for n in range(1, len(rows) + 10_000) if not (folder / f"metrics.{n}.jsonl").exists())
             self.path.rename(folder / f"metrics.{number}.jsonl")
+        if any(not isinstance(r, dict) or not isinstance(r.get("step"), int) for r in rows):
+            raise ValueError(f"{self.path}: holds rows without a step; the file was changed by something else")
         kept = [r for r in rows if r["step"] <= step] if step else []
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
@@ -69,15 +91,20 @@ class Metrics:
         self._file: TextIO = self.path.open("a")
 
     def write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with _naming(self.path):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
-    def close(self) -> None:
-        self._file.close()
+    def close(self, draw: Callable[[], None] | None = None) -> None:
+        """Close the file, then ``draw`` what is made from it."""
+        with _naming(self.path):
+            self._file.close()
+            if draw is not None:
+                draw()
 
 
 class Progress:
-    """A bar on a terminal, a line now and then elsewhere."""
+    """On stderr: a bar where that is a terminal, a line now and then elsewhere."""
 
     _LINE_EVERY_S = 10.0
 
@@ -85,10 +112,12 @@ class Progress:
         self._bar: Any = None
         self._show, self._steps, self._next_line = show, steps, 0.0
         if show and sys.stderr.isatty():
+            from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
-            self._bar = Bar(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+            columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
+            self._bar = Bar(*columns, console=Console(stderr=True))  # stdout may go elsewhere
             self._bar.start()
             self._task = self._bar.add_task("training", total=steps, completed=done, text="")
 

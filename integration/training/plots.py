@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -43,8 +44,6 @@ def plot_loss(metrics: Path, png: Path, *, title: str = "") -> Path | None:
 
 def write_tensorboard(metrics: Path, folder: Path) -> Path:
     """The rows as TensorBoard scalars, in a folder of their own that is written anew."""
-    import shutil
-
     from torch.utils.tensorboard import SummaryWriter
 
     shutil.rmtree(folder, ignore_errors=True)

@@ -19,7 +19,12 @@ _EOD, _PAD = "<|eod|>", "<|pad|>"
 
 
 class TokenizerError(ValueError):
-    """A tokenizer file that cannot be used, or settings that make no tokenizer."""
+    """A tokenizer file that cannot be used, or settings that make no tokenizer. ``rule`` names the file or setting and the rule,
+    ``remedy`` what to do."""
+
+    def __init__(self, rule: str, remedy: str = "prepare the data again") -> None:
+        super().__init__(f"{rule}; {remedy}")
+        self.rule, self.remedy = rule, remedy
 
 
 class Tokenizer:
@@ -70,8 +75,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of at most ``vocab_size`` ids, special ones included: the same texts give the same tokenizer."""
     if vocab_size < MIN_BPE_VOCAB:
         raise TokenizerError(
-            f"vocab_size = {vocab_size}: must be at least {MIN_BPE_VOCAB} (every byte, end of document, padding); "
-            "raise it or choose the byte tokenizer"
+            f"vocab_size = {vocab_size}: must be at least {MIN_BPE_VOCAB} (every byte, end of document, padding)",
+            "raise it or choose the byte tokenizer",
         )
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -98,10 +103,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer file. Raises TokenizerError naming the file, the field and the rule."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: cannot be read ({error}); prepare the data again") from None
+    except (OSError, ValueError, RecursionError) as error:  # the last: brackets nested thousands deep
+        raise TokenizerError(f"{path}: cannot be read ({error})") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("kind") not in KINDS:
-        raise TokenizerError(f"{path}: must hold format {FORMAT} and a kind of {', '.join(KINDS)}; prepare the data again")
+        raise TokenizerError(f"{path}: must hold format {FORMAT} and a kind of {', '.join(KINDS)}")
     numbers = [data.get(k) for k in ("vocab_size", "eod", "pad")]
     if not all(isinstance(n, int) and n >= 0 for n in numbers) or max(numbers[1:]) >= numbers[0]:
         raise TokenizerError(f"{path}: vocab_size, eod, pad = {numbers}: must be whole numbers, eod and pad below vocab_size")
@@ -112,5 +117,5 @@ def load_tokenizer(path: Path) -> Tokenizer:
         try:
             model = Model.from_str(json.dumps(data["model"]))
         except Exception as error:  # the library raises its own bare Exception type
-            raise TokenizerError(f"{path}: model: the tokenizers library refuses it ({error}); prepare the data again") from None
+            raise TokenizerError(f"{path}: model: the tokenizers library refuses it ({error})") from None
     return Tokenizer(data["kind"], *numbers, model)

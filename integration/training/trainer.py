@@ -12,6 +12,7 @@ import json
 import math
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,22 +24,32 @@ from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from ...recipes import Problem, Recipe, RecipeError
-from ...recipes.config import load_pins
+from ...recipes.config import folder_problems
 from ...recipes.size import flops_per_token, parameter_count
-from ..planner import plan_file
-from ..planner.plan_file import Pins, PlanFileError
 from .agreement import compare_ranks
-from .build import Built, Ranks, arch_of, build, plan_model, ranks_of
-from .checkpoint import COMPLETE, TRAINER, Checkpointer, find, load_rng, load_sharded, load_trainer_state, steps_in
+from .build import Built, Ranks, build, ranks_of, refuse_together
+from .checkpoint import (
+    COMPLETE,
+    TRAINER,
+    Checkpointer,
+    CheckpointError,
+    find,
+    load_rng,
+    load_sharded,
+    load_trainer_state,
+    raise_together,
+    steps_in,
+)
 from .data import Batch, Samples
 from .indexed import check_data, tokenizer_path
-from .metrics import Metrics, Progress, peak_flops, peak_memory
+from .metrics import Metrics, MetricsError, Progress, peak_flops, peak_memory
+from .plans import PLAN, RunPlans
 
-PLAN, TOKENIZER = "plan.json", "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SAID_AT_ONCE = 5  # new regions that are named before the rest is counted
 
 
 class NotFiniteError(RuntimeError):
@@ -47,10 +58,9 @@ class NotFiniteError(RuntimeError):
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """How a run ended: the last step done, the last loss this rank knows, and whether a signal ended it."""
+    """How a run ended: the last step done, and whether a signal ended it."""
 
     step: int
-    loss: float | None
     interrupted: bool
 
 
@@ -62,14 +72,13 @@ class Trainer:
         self._say = say or (lambda text: print(text, file=sys.stderr, flush=True))
         compare_ranks(recipe, ranks)
         problems, tokenizer = check_data(recipe)
-        if problems:
-            raise RecipeError(problems)
-        self._planned_before: Pins | None = None  # the plan that this run's is compared with
-        self._said_of_plan: set[str] = set()
-        self.pins = self._applying(self._from_rank_0(lambda: load_pins(recipe)))
-        self.built: Built = build(recipe, self.pins)
+        refuse_together(problems + folder_problems(recipe), ranks)
+        self._tokenizer = tokenizer_path(recipe.data.prefix).read_text(encoding="utf-8")
+        self.plans = RunPlans(recipe, ranks, self.say)
+        self.built: Built = build(recipe, self.plans.pins)
         self.samples = Samples(recipe, tokenizer, ranks)
         self.step = 0
+        self._resumed = ""  # what to say of a resume once the first step has been planned
         self._signal: int | None = None
         self._batches: Any = None
         self.checkpoints: Checkpointer | None = None
@@ -204,93 +213,15 @@ class Trainer:
         trainer = {"step": self.step, "layout": self._layout(), "recipe": self.recipe.to_dict(), "torch": torch.__version__,
                    "parameters": parameter_count(self.recipe), "device": self.ranks.device.type}  # fmt: skip
         texts = {TRAINER: json.dumps(trainer, indent=1) + "\n",
-                 PLAN: json.dumps(self._planned().to_json(), indent=1) + "\n",
-                 TOKENIZER: tokenizer_path(self.recipe.data.prefix).read_text(encoding="utf-8")}  # fmt: skip
+                 PLAN: json.dumps(self.plans.planned(self.built.gpt).to_json(), indent=1) + "\n",
+                 TOKENIZER: self._tokenizer}  # fmt: skip
         self.checkpoints.save(self.step, self._sharded(loading=False), texts, rng_state())
         if overlap:
             self.built.model.enable_forward_pre_hook()
 
-    # -- plans ------------------------------------------------------------------------------------------------------
-
-    def _from_rank_0(self, read: Callable[[], Pins | None]) -> Pins | None:
-        """What rank 0 reads: one plan for all ranks, whatever their file systems show. Raises RecipeError on all."""
-        box: list[Any] = [None, None]
-        if self.ranks.rank == 0:
-            try:
-                box[0] = read()
-            except RecipeError as error:
-                box[1] = error.problems
-        dist.broadcast_object_list(box, src=0, group=self.ranks.control)
-        if box[1]:
-            raise RecipeError(box[1])
-        return box[0]
-
-    def _applying(self, pins: Pins | None) -> Pins | None:
-        """``pins`` if they can hold in this run, else None, and that is said."""
-        if pins is None:
-            return None
-        arch = arch_of(self.ranks.device).name
-        if not pins.of_arch(arch):
-            written_for = ", ".join(pins.archs()) or "no arch"
-            self.say(f"{pins.source} has pins for {written_for}, this run is on {arch}: they do not apply")
-            return None
-        self._planned_before = pins
-        return pins
-
-    def _planned(self) -> Pins:
-        """What has been planned on all ranks so far. Called by all of them together."""
-        modules = [m for m in self.built.gpt.modules() if callable(getattr(m, "plan_runners", None))]
-        own = plan_file.pins_of(p for m in modules for r in m.plan_runners() for p in r.plans())
-        parts: list[Any] = [None] * self.ranks.world
-        dist.all_gather_object(parts, own, group=self.ranks.control)
-        return plan_file.merged(parts)
-
-    def _say_plan_differences(self) -> None:
-        """Say regions whose engine or knobs are not those of the plan that this run is compared with, and new regions."""
-        arch, before = arch_of(self.ranks.device).name, self._planned_before
-        old, new, lines = before.of_arch(arch), [], []
-        for key, pin in self._planned().of_arch(arch).items():
-            runs = f"{'+'.join(pin.ops)} runs on {pin.engine}" + (f" with {dict(pin.knobs)}" if pin.knobs else "")
-            if key not in old:
-                new.append(f"plan differs from {before.source}: new region {runs}")
-            elif (old[key].engine, dict(old[key].knobs)) != (pin.engine, dict(pin.knobs)):
-                was = old[key].engine + (f" with {dict(old[key].knobs)}" if old[key].knobs else "")
-                lines.append(f"plan differs from {before.source}: {runs}, was {was}")
-        new = [line for line in dict.fromkeys(new) if line not in self._said_of_plan]
-        lines += new[:_SAID_AT_ONCE]
-        if len(new) > _SAID_AT_ONCE:
-            lines.append(f"plan differs from {before.source}: {len(new) - _SAID_AT_ONCE} more new regions")
-        for line in dict.fromkeys(lines):
-            if line not in self._said_of_plan:
-                self.say(line)
-        self._said_of_plan.update(lines, new)
-
-    def _resume_plan(self, folder: Path) -> None:
-        """Pin what the checkpoint's plan file says, unless the recipe names a file of its own or wants none."""
-        recipe = self.recipe
-        if recipe.plan.layers != "layerplan":
-            return
-        pinning = recipe.checkpoint.pin_plan and recipe.plan.file is None
-        remedy = "set checkpoint.pin_plan=false to plan anew"
-
-        def read() -> Pins:
-            try:
-                return plan_file.load(folder / PLAN, source=f"checkpoint {folder / PLAN}", remedy=remedy)
-            except PlanFileError as error:
-                problem = Problem("checkpoint.pin_plan", recipe.checkpoint.pin_plan, str(error), remedy)
-                raise RecipeError([problem]) from None
-
-        if pinning:
-            self.pins = self._applying(self._from_rank_0(read))
-            plan_model(recipe, self.built.gpt, self.pins)
-            return
-        try:
-            self._planned_before = self._applying(self._from_rank_0(read))
-        except RecipeError as error:
-            self.say(f"{error.problems[0].rule}: what differs from it cannot be said")
-
     def resume(self) -> bool:
-        """Load the newest whole checkpoint, if the recipe wants it and there is one. Returns whether it did."""
+        """Load the newest whole checkpoint, if the recipe wants it and there is one. Returns whether it did. Raises RecipeError for
+        one of another model, CheckpointError on all ranks for one that cannot be read."""
         c = self.recipe.checkpoint
         if self.checkpoints is None:
             return False
@@ -303,12 +234,21 @@ class Trainer:
         folder = find(Path(c.dir), self.ranks.control, self.say)
         if folder is None:
             return False
-        state = load_trainer_state(folder)
+        state = problem = None
+        try:
+            state = load_trainer_state(folder)
+        except CheckpointError as error:
+            problem = str(error)
+        raise_together(problem, self.ranks.control)
         self._compare(state, folder)
         overlap = self.recipe.parallel.overlap_param_gather
         if overlap:
             self.built.model.disable_forward_pre_hook(param_sync=False)
-        loaded = load_sharded(folder, self._sharded(loading=True))
+        try:
+            loaded = load_sharded(folder, self._sharded(loading=True))
+        except CheckpointError as error:
+            problem = str(error)
+        raise_together(problem, self.ranks.control)
         self.built.gpt.load_state_dict(loaded["model"])
         self.built.optimizer.load_state_dict(loaded["optimizer"])
         if overlap:
@@ -317,12 +257,22 @@ class Trainer:
         # the rate is a function of the recipe and the step, not of what another recipe was at
         self.built.scheduler.num_steps = 0
         self.built.scheduler.step(increment=self.step * self.recipe.train.global_batch)
-        self._restore_rng(folder, state)
+        problem = None
+        try:
+            self._restore_rng(folder, state)
+        except CheckpointError as error:
+            problem = str(error)
+        raise_together(problem, self.ranks.control)
         self._batches = None
-        self._resume_plan(folder)
+        self.plans.resume(folder, self.built.gpt)
         self.checkpoints.last_saved = self.step
-        self.say(f"resumed at step {self.step} from {folder}")
+        self._resumed = f"resumed at step {self.step} from {folder}"
         return True
+
+    def _say_resumed(self) -> None:
+        if self._resumed:
+            self.say(self._resumed)
+        self._resumed = ""
 
     def _compare(self, state: dict[str, Any], folder: Path) -> None:
         then, now = state["recipe"], self.recipe.to_dict()
@@ -346,13 +296,14 @@ class Trainer:
         if saved is None or state["device"] != self.ranks.device.type:
             self.say(f"random generators start anew: the checkpoint is of layout {state['layout']} on {state['device']}, "
                      f"this run of {self._layout()} on {self.ranks.device.type}")  # fmt: skip
-            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
             seed = self.recipe.train.seed + self.step  # not the masks of the first steps again
             torch.manual_seed(seed)
             model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
             return
-        set_rng_state(saved)
+        try:
+            set_rng_state(saved)
+        except (RuntimeError, TypeError) as error:
+            raise CheckpointError(f"{folder}: the generator states of rank {self.ranks.rank} do not fit here ({error})") from None
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -361,17 +312,21 @@ class Trainer:
             raise KeyboardInterrupt  # asked twice: do not wait for the step and the save
         self._signal = number
 
-    def _interrupted(self) -> bool:
-        """Whether any rank was told to stop: a signal need not reach them all, nor in the same step."""
-        flag = torch.tensor([int(self._signal is not None)])
+    def _interrupted(self, recorder: Recorder) -> bool:
+        """Whether any rank was told to stop, or cannot write its metrics: a signal need not reach them all, nor in the same step."""
+        flag = torch.tensor([int(self._signal is not None or recorder.problem is not None)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.ranks.control)
         return bool(flag.item())
 
     def train(self) -> Outcome:
-        """Resume if there is something to resume, then train to train.steps or until SIGTERM or SIGINT, saving as asked."""
+        """Resume if there is something to resume, then train to train.steps or until SIGTERM or SIGINT, saving as asked.
+
+        Raises NotFiniteError, CheckpointError, MetricsError (what has been trained is saved before it) and PlanError.
+        """
         previous = {s: signal.signal(s, self._on_signal) for s in _SIGNALS} if _in_main_thread() else {}
         try:
-            self.resume()
+            if self.resume() and self.step >= self.recipe.train.steps:
+                self.say(f"step {self.step} of {self.recipe.train.steps} is done: nothing left to train; raise train.steps to go on")
             return self._loop()
         finally:
             for number, handler in previous.items():
@@ -379,22 +334,23 @@ class Trainer:
 
     def _loop(self) -> Outcome:
         recipe, every = self.recipe, self.recipe.checkpoint.every_steps
-        steps, loss, interrupted = recipe.train.steps, None, False
+        steps, interrupted = recipe.train.steps, False
         first, evaluated = self.step + 1, False  # when plans are made
         recorder = Recorder(recipe, self.ranks, self.step)
         self.built.model.train()
         try:
             while self.step < steps:
-                if self._interrupted():
+                if self._interrupted(recorder):
                     interrupted = True
                     break
                 started, rate = time.perf_counter(), self._rate()
                 loss, norm = self.run_step()
+                self._say_resumed()
                 seconds = time.perf_counter() - started
                 validation = self.evaluate() if self._evaluates() else None
                 recorder.step(self.step, loss, norm, rate, seconds, validation)
-                if self._planned_before is not None and (self.step == first or (self._evaluates() and not evaluated)):
-                    self._say_plan_differences()
+                if self.step == first or (self._evaluates() and not evaluated):
+                    self.plans.say_differences(self.built.gpt)
                 evaluated = evaluated or self._evaluates()
                 if self.checkpoints is not None:
                     self.checkpoints.poll()
@@ -405,35 +361,52 @@ class Trainer:
                     self.save()
                 self.checkpoints.wait()
         except NotFiniteError:  # raised on every rank together: a save in flight is of an earlier, good step
+            self._say_resumed()
             if self.checkpoints is not None:
                 self.checkpoints.wait()
             raise
         finally:
             recorder.close()
+        self._say_resumed()
+        self._stop_without_metrics(recorder)
         if interrupted:
             saved = "; checkpoint.dir is not set, so nothing was saved" if self.checkpoints is None else ", saved" if self.step else ""
             self.say(f"stopped by a signal after step {self.step}{saved}")
-        return Outcome(self.step, loss, interrupted)
+        return Outcome(self.step, interrupted)
+
+    def _stop_without_metrics(self, recorder: Recorder) -> None:
+        """MetricsError on every rank if one could not write: the run's numbers would be lost from here on."""
+        problems: list[str | None] = [None] * self.ranks.world
+        dist.all_gather_object(problems, recorder.problem, group=self.ranks.control)
+        for rank, problem in enumerate(problems):
+            if problem:
+                saved = f"step {self.step} is saved" if self.checkpoints is not None and self.checkpoints.last_saved == self.step else "nothing was saved"
+                raise MetricsError(f"rank {rank}: {problem}; the run stops after step {self.step}, {saved}")
 
     def _rate(self) -> float:
         return float(self.built.optimizer.param_groups[0]["lr"])
 
 
 class Recorder:
-    """Metrics file and progress of the rank that logs; nothing on the others."""
+    """Metrics file and progress of the rank that logs; nothing on the others. It raises nothing, since the other ranks would wait:
+    ``problem`` says why the metrics cannot be written, and the ranks agree on it before the next step."""
 
     def __init__(self, recipe: Recipe, ranks: Ranks, step: int):
         self._recipe, self._ranks = recipe, ranks
         self._file = self._progress = None
+        self.problem: str | None = None
         self.folder = logging_folder(recipe)
         if not ranks.logs:
             return
         if self.folder is not None:
-            self._file = Metrics(self.folder, step)
+            try:
+                self._file = Metrics(self.folder, step)
+            except MetricsError as error:
+                self.problem = str(error)
         self._progress = Progress(recipe.train.steps, step, show=recipe.logging.progress)
         self._tokens = recipe.train.global_batch * recipe.model.seq_length
         self._flops = flops_per_token(recipe)
-        peak = peak_flops(ranks.device, recipe.precision.dtype)
+        peak = peak_flops(ranks.device, recipe.precision.tensor_dtype)
         self._peak = None if peak is None else peak * ranks.world
 
     def step(self, step: int, loss: float | None, norm: float, rate: float, seconds: float,
@@ -448,16 +421,21 @@ class Recorder:
             row["validation_loss"] = validation
         if self._peak is not None:
             row["mfu"] = speed * self._flops / self._peak
-        if self._file is not None:
-            self._file.write(row)
+        if self._file is not None and self.problem is None:
+            try:
+                self._file.write(row)
+            except MetricsError as error:
+                self.problem = str(error)
         self._progress.update(row, time.monotonic())
 
     def close(self) -> None:
         if self._progress is not None:
             self._progress.close()
         if self._file is not None:
-            self._file.close()
-            self._draw()
+            try:
+                self._file.close(self._draw)
+            except MetricsError as error:
+                self.problem = self.problem or str(error)
 
     def _draw(self) -> None:
         from . import plots
@@ -498,12 +476,10 @@ def _mean_loss(sums: torch.Tensor | None) -> float | None:
 
 
 def _in_main_thread() -> bool:
-    import threading
-
     return threading.current_thread() is threading.main_thread()
 
 
 def train(recipe: Recipe, *, say: Callable[[str], None] | None = None) -> Outcome:
-    """Train ``recipe`` in this process (or as this rank of torchrun's). Raises RecipeError, CheckpointError, NotFiniteError."""
+    """Train ``recipe`` in this process (or as this rank of a launcher's). Raises RecipeError and what ``Trainer.train`` raises."""
     with ranks_of(recipe) as ranks:
         return Trainer(recipe, ranks, say=say).train()

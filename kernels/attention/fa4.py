@@ -1,24 +1,21 @@
 """FlashAttention-4 (package flash-attn-4): its compiled kernels, called with torch tensors on the caller's stream.
 
-The package's own function costs 86 us a call on the host. Here it runs once per kind of code, on fake tensors, so that it
-picks its tiles and compiles; the kernels it asked its caches for are kept and launched with the arguments that it would pass
-(``tests/cpu/test_fa4_package.py`` compares the two). Token counts are arguments of the kernels and never compile anything.
+The package's own function costs 86 us a call on the host. Here its kernels, which ``fa4_code`` has it compile, are
+launched with the arguments that it would pass (``tests/cpu/test_fa4.py`` compares the two). Token counts are arguments
+of the kernels and compile nothing.
 
-Packed rows behind the last segment: the kernels write nothing there, so results are zeroed beforehand; they also load whole
-tiles, which reach past the last segment, and a NaN there would spread, so the operands of the second products are copied with
-zeros behind the end. The copies cost 3 to 6 % of a causal pass over 16384 tokens in segments of 4096 (predicted).
+Packed rows behind the last segment: the kernels write nothing there, so results are zeroed beforehand. They also load
+whole tiles, which reach past the last segment, and a NaN there would spread: what enters a second product is copied,
+with zeros behind the end. The copies cost 3 to 6 % of a causal pass over 16384 tokens in segments of 4096 (predicted).
+
+Above 256 segments the package also makes an index of tiles for its scheduler; here the scheduler searches itself.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import importlib.metadata
-import inspect
 import operator
-import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,10 +26,11 @@ from ...integration.engines.contract import BuildContext, CompiledRegion, Declin
 from ...integration.graph.ir import ITEMSIZE
 from ...integration.graph.ops.attention import softmax_scale
 from ...integration.graph.ops.table import size_product
+from . import fa4_code
+from .fa4_code import Backward, Code
 
 KNOWN_VERSION = "4.0.0b36"  # its launches are internal to the package: another version may order arguments differently
 _FAR = 1 << 30  # a window side of this size is open: positions and sides stay below 2^31
-_HOST = 4096  # tokens of the fake tensors: more than one tile in every direction
 
 
 # ---- what the package can do ----------------------------------------------------------------------------------------
@@ -111,7 +109,7 @@ def _backward_decline(region: Region, arch: Arch, deterministic: bool) -> str | 
     if deterministic and major == 12:
         return f"deterministic backward: not on {arch.name}"
     if region.node.attr("layout") == "thd" and region.spec("sink") is not None and region.spec("dlse") is not None:
-        return "LSE gradient with a sink and packed sequences: rows behind the last segment have the sink's LSE, which it skips"
+        return "LSE gradient with a sink and packed sequences: it skips rows behind the last segment, which have one"
     if _rows(region, "q") * _up(d, 64) >= 2**31:
         return "one head's float32 dq accumulator would pass 2^31 elements, which it indexes with 32 bits"
     return None
@@ -137,7 +135,7 @@ def _rows(region: Region, port: str) -> int:
 def _workspace(region: Region, backward: bool, deterministic: bool) -> int:
     """Bytes that a launch allocates beside its outputs, at most (token dims at their hint)."""
     batch, s = _axes(region)
-    packed, (q, k) = batch is None, (region.spec("q"), region.spec("k"))
+    packed, q = batch is None, region.spec("q")
     d, dv, group = _dims(region)
     heads = (1 if packed else size_product((q.shape[batch],))) * q.shape[-2]
     copied = (("q", "k", "v", "dout") if backward else ("v",)) if packed else ()
@@ -154,8 +152,8 @@ def _workspace(region: Region, backward: bool, deterministic: bool) -> int:
 
 
 def _efficiency(region: Region, arch: Arch, backward: bool, deterministic: bool) -> float:
-    """sm_90: measured, causal, against 989 TFLOP/s (654, 669, 701 forward, 540, 443, 358 backward); elsewhere priors, as is the
-    cost of order in the deterministic backward."""
+    """sm_90: measured, causal, against 989 TFLOP/s (654, 669, 701 forward, 540, 443, 358 backward); elsewhere priors,
+    as is what order costs the deterministic backward."""
     if arch.capability[0] != 9:
         base = (0.5 if backward else 0.6) if arch.capability[0] == 10 else (0.25 if backward else 0.3)
     else:
@@ -165,184 +163,47 @@ def _efficiency(region: Region, arch: Arch, backward: bool, deterministic: bool)
     return base * (0.8 if backward and deterministic else 1.0)
 
 
-# ---- compiling ------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Code:
-    """Everything that changes the compiled code. ``causal``, ``left`` and ``right`` as ``_span`` gives them."""
-
-    arch: Arch
-    dtype: str
-    d: int
-    dv: int
-    group: int
-    packed: bool
-    causal: bool
-    left: bool
-    right: bool
-    sink: str | None = None
-    dlse: bool = False
-    deterministic: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Backward:
-    """The backward's kernels and how they pad: rows to ``tile_m`` and ``tile_n`` (``cluster`` of these), the accumulators' head
-    dims to ``multiple``. ``post``: for dq, or for dq, dk and dv, or none (head dim 256 of sm_100 writes its results itself)."""
-
-    pre: Callable[..., Any]
-    main: Callable[..., Any]
-    post: tuple[Callable[..., Any], ...]
-    tile_m: int
-    tile_n: int
-    cluster: int
-    multiple: int
-
-
-class _Asked:
-    """Stands in for one of the package's caches: passes everything on and keeps the keys that were asked for, in order."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache, self.keys = cache, []
-
-    def __contains__(self, key: Any) -> bool:
-        self.keys.append(key)
-        return key in self.cache
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.cache[key]
-
-    def __setitem__(self, key: Any, kernel: Any) -> None:
-        self.cache[key] = kernel
-
-    @property
-    def kernels(self) -> list[Any]:
-        return [self.cache[k] for k in self.keys]
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, **values: Any):
-    before = {n: getattr(owner, n) for n in values}
-    try:
-        for n, v in values.items():
-            setattr(owner, n, v)
-        yield
-    finally:
-        for n, v in before.items():
-            setattr(owner, n, v)
-
-
-_lock = threading.Lock()
-_compiled: dict[tuple[str, _Code], Any] = {}
-
-
-def _once(make: Callable[[_Code], Any]) -> Callable[[_Code], Any]:
-    """``make`` once per code; one at a time, since it changes the package's globals while it runs."""
-
-    @functools.wraps(make)
-    def get(code: _Code) -> Any:
-        key = (make.__name__, code)
-        with _lock:
-            if key not in _compiled:
-                _compiled[key] = make(code)
-            return _compiled[key]
-
-    return get
-
-
-@contextlib.contextmanager
-def _package(code: _Code):
-    """The package, set to compile for ``code.arch`` and to launch nothing: (its module, its caches' stand-ins by name)."""
-    from flash_attn.cute import interface
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    asked = {n: _Asked(getattr(interface, n).compile_cache) for n in ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")}
-    major, minor = code.arch.capability
-    with contextlib.ExitStack() as stack:
-        for name, cache in asked.items():
-            stack.enter_context(_replaced(getattr(interface, name), compile_cache=cache))
-        stack.enter_context(_replaced(interface, _get_device_arch=lambda: 10 * major + minor, get_num_sms_for_selection=lambda *_: code.arch.sms))
-        # semaphores are converted through torch's own DLPack, which asks a driver where the others do not
-        through_ffi = functools.partial(interface.utils.from_dlpack, enable_tvm_ffi=True)
-        stack.enter_context(_replaced(interface.utils, from_dlpack=through_ffi))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message="Argument aux_data")
-        stack.enter_context(FakeTensorMode())
-        yield interface, asked
-
-
-def _fakes(code: _Code) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Fake tensors and options of a call that has ``code``."""
-    lead = (2 * _HOST,) if code.packed else (2, _HOST)
-
-    def new(*shape: int, dtype: str = code.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="cuda")
-
-    heads = 2 * code.group
-    t = {"q": new(*lead, heads, code.d), "k": new(*lead, 2, code.d), "v": new(*lead, 2, code.dv), "out": new(*lead, heads, code.dv)}
-    t["lse"] = new(*((heads, 2 * _HOST) if code.packed else (2, heads, _HOST)), dtype="float32")
-    options: dict[str, Any] = {"causal": code.causal, "window_size_left": 64 if code.left else None, "window_size_right": 64 if code.right else None}
-    if code.packed:
-        options |= {f"cu_seqlens_{s}": new(3, dtype="int32") for s in "qk"}
-    if code.sink is not None:
-        options["learnable_sink"] = new(heads, dtype=code.sink)
-    return t, options
-
-
-@_once
-def forward_kernel(code: _Code) -> Callable[..., Any]:
-    """The forward's kernel, which also writes the LSE; compiles in about 7 s where it is not there yet."""
-    with _package(code) as (interface, asked):
-        t, options = _fakes(code)
-        interface._flash_attn_fwd(t["q"], t["k"], t["v"], out=t["out"], lse=t["lse"], **options)
-    (kernel,) = asked["_flash_attn_fwd"].kernels
-    return kernel
-
-
-@_once
-def backward_kernels(code: _Code) -> _Backward:
-    """The backward's kernels; they compile in about 7 s where they are not there yet."""
-    with _package(code) as (interface, asked):
-        t, options = _fakes(code)
-        dlse = torch.empty_like(t["lse"]) if code.dlse else None
-        interface._flash_attn_bwd(t["q"], t["k"], t["v"], t["out"], torch.empty_like(t["out"]), t["lse"],
-                                  deterministic=code.deterministic, dlse=dlse, **options)  # fmt: skip
-        (pre,), (main,) = asked["_bwd_preprocess"].kernels, asked["_flash_attn_bwd"].kernels
-        post = asked["_bwd_postprocess_convert"]
-        padding = _named(interface._compile_bwd_preprocess, asked["_bwd_preprocess"].keys[0])
-        tiles = _named(interface._compile_bwd_postprocess, post.keys[1]) if len(post.keys) == 3 else {}
-        # without a postprocess of dk only the semaphores ask for the cluster: it stands in sm_100's key of the main kernel
-        cluster = tiles.get("cluster_size", asked["_flash_attn_bwd"].keys[0][12] if code.arch.capability[0] == 10 else 1)
-    return _Backward(pre, main, tuple(post.kernels), padding["m_block_size"], tiles.get("block_size", 0), cluster, padding["hdim_multiple_of"])
-
-
-def _named(function: Callable[..., Any], key: tuple) -> dict[str, Any]:
-    """The package's keys are its compile functions' arguments: by name."""
-    return inspect.signature(function).bind(*key).arguments
-
-
 # ---- launching ------------------------------------------------------------------------------------------------------
 
 
 def _span(attrs: dict[str, Any]) -> tuple[bool, int | None, int | None]:
-    """(causal, left, right) as the kernels distinguish them: a plain causal mask has no window, any other is one."""
+    """(causal, left, right) as the kernels tell them apart: a plain causal mask has no window, any other is one."""
     left, right = (None if side is None else min(side, _FAR) for side in attrs["window"])
     right = 0 if attrs["causal"] else right
     return (True, None, None) if left is None and right == 0 else (False, left, right)
 
 
+def _code(region: Region, arch: Arch, deterministic: bool) -> Code:
+    causal, left, right = _span(region.node.attributes)
+    sink = region.spec("sink")
+    return Code(
+        arch,
+        region.spec("q").dtype,
+        *_dims(region),
+        packed=region.node.attr("layout") == "thd",
+        causal=causal,
+        left=left is not None,
+        right=right is not None,
+        sink=None if sink is None else sink.dtype,
+        dlse=region.spec("dlse") is not None,
+        deterministic=deterministic,
+    )
+
+
 def _ready(x: torch.Tensor) -> torch.Tensor:
-    """The kernels honour strides, but take 16 bytes at a time and strides of 0 for constants: other tensors are copied."""
-    strides = x.stride()
-    if strides[-1] == 1 and not x.data_ptr() & 15 and all(s and not s & 7 for s in strides[:-1]):
+    """The kernels honour strides, but load 16 bytes at a time, and have strides of 0 compiled in: such tensors are
+    copied."""
+    s = x.stride()  # of three or four dims
+    if s[-1] == 1 and 0 not in s and not (s[0] | s[-3] | s[-2]) & 7 and not x.data_ptr() & 15:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def _vector(x: torch.Tensor | None) -> torch.Tensor | None:
     """Sinks are loaded four bytes at a time."""
-    return x if x is None or (x.is_contiguous() and not x.data_ptr() & 3) else x.clone(memory_format=torch.contiguous_format)
+    if x is None or (x.is_contiguous() and not x.data_ptr() & 3):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _ends(cu: torch.Tensor) -> torch.Tensor:
@@ -373,31 +234,34 @@ class Fa4Attention(Engine):
         launches = 1 + 6 * packed
         if backward:  # before, main, dq after; grouped heads: two buffers to zero and two to convert
             launches = 3 + 4 * grouped + 13 * packed + (1 + 2 * grouped) * ordered
-        return Offer(efficiency=_efficiency(region, arch, backward, ordered), launches=launches, ahead_of_time=True,
-                     workspace_bytes=_workspace(region, backward, ordered), deterministic=ordered or not backward)  # fmt: skip
+        return Offer(
+            efficiency=_efficiency(region, arch, backward, ordered),
+            launches=launches,
+            workspace_bytes=_workspace(region, backward, ordered),
+            deterministic=ordered or not backward,
+            ahead_of_time=True,
+        )
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
         region, node = ctx.region, ctx.region.node
         attrs, backward = node.attributes, node.op == "sdpa_bwd"
         attrs["scale"] = softmax_scale(attrs, region.spec("q").shape[-1])
-        d, dv, group = _dims(region)
-        causal, left, right = _span(attrs)
-        sink, packed = region.spec("sink"), attrs["layout"] == "thd"
-        code = _Code(ctx.arch, region.spec("q").dtype, d, dv, group, packed, causal, left is not None, right is not None,
-                     None if sink is None else sink.dtype, region.spec("dlse") is not None, backward and self.deterministic)  # fmt: skip
+        code = _code(region, ctx.arch, backward and self.deterministic)
+        ends = ("cu_seqlens_q", "cu_seqlens_k") if code.packed else ()
         if backward:
-            run, ports, names = _backward(code, attrs), ("dout", "q", "k", "v", "out", "lse"), ("dq", "dk", "dv", "dsink")
-            ports += ("cu_seqlens_q", "cu_seqlens_k") if packed else ()
-            ports += ("sink", "dlse")
+            run, names = _backward(code, attrs), ("dq", "dk", "dv", "dsink")
+            ports = ("dout", "q", "k", "v", "out", "lse", *ends, "sink", "dlse")
         else:
-            run, ports, names = (_packed_forward if packed else _dense_forward)(code, attrs), ("q", "k", "v"), ("out", "lse")
-            ports += ("cu_seqlens_q", "cu_seqlens_k", "sink") if packed else ("sink",)
+            run, names = (_packed_forward if code.packed else _dense_forward)(code, attrs), ("out", "lse")
+            ports = ("q", "k", "v", *ends, "sink")
         at = {p: region.graph.inputs.index(v) for p, v in node.inputs}
-        slots, keep = [at.get(p) for p in ports], [names.index(p) for p in region.wanted]
+        slots = [at.get(p) for p in ports]
         while slots[-1] is None:
             slots.pop()
-        take = operator.itemgetter(*slots) if None not in slots else lambda t: [None if i is None else t[i] for i in slots]
-        pick = operator.itemgetter(*keep)
+        take = operator.itemgetter(*slots)
+        if None in slots:
+            take = lambda t: [None if i is None else t[i] for i in slots]  # noqa: E731
+        pick = operator.itemgetter(*(names.index(p) for p in region.wanted))
         return CompiledRegion(lambda *t: pick(run(*take(t))))
 
 
@@ -408,16 +272,9 @@ class Fa4DeterministicAttention(Fa4Attention):
     deterministic = True
 
 
-def _aux() -> tuple:
-    """The kernels' argument for what score modifications read: nothing."""
-    from flash_attn.cute.utils import AuxData
-
-    return AuxData()
-
-
-def _forward_call(code: _Code, attrs: dict[str, Any]) -> Callable[..., None]:
+def _forward_call(code: Code, attrs: dict[str, Any]) -> Callable[..., None]:
     """(q, k, v, out, lse, sink, cu_q, cu_k, longest) -> None, tensors as [b, s, h, d] or [t, h, d] views."""
-    kernel, aux, scale = forward_kernel(code), _aux(), attrs["scale"]
+    kernel, aux, scale = fa4_code.forward_kernel(code), fa4_code.aux(), attrs["scale"]
     _, left, right = _span(attrs)
     if code.arch.capability[0] == 10:
 
@@ -433,7 +290,7 @@ def _forward_call(code: _Code, attrs: dict[str, Any]) -> Callable[..., None]:
     return call
 
 
-def _dense_forward(code: _Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
+def _dense_forward(code: Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
     call, turned, dv = _forward_call(code, attrs), attrs["layout"] == "sbhd", code.dv
 
     def run(q, k, v, sink=None):
@@ -449,7 +306,7 @@ def _dense_forward(code: _Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
     return run
 
 
-def _packed_forward(code: _Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
+def _packed_forward(code: Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
     call, dv = _forward_call(code, attrs), code.dv
 
     def run(q, k, v, cu_q, cu_k, sink=None):
@@ -465,7 +322,7 @@ def _packed_forward(code: _Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
     return run
 
 
-def _backward(code: _Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
+def _backward(code: Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
     """(dout, q, k, v, out, lse, [cu_q, cu_k,] sink, dlse) -> (dq, dk, dv, dsink)."""
     launch, turned, packed = _backward_call(code, attrs), attrs["layout"] == "sbhd", code.packed
 
@@ -487,9 +344,9 @@ def _backward(code: _Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
     return segments if packed else dense
 
 
-def _backward_call(code: _Code, attrs: dict[str, Any]) -> Callable[..., torch.Tensor | None]:
-    """(dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, sink, dlse) -> dsink: the package's launches, in its order."""
-    kernels, aux, scale = backward_kernels(code), _aux(), attrs["scale"]
+def _backward_call(code: Code, attrs: dict[str, Any]) -> Callable[..., torch.Tensor | None]:
+    """(dout, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k, sink, dlse) -> dsink: the package's launches, in order."""
+    kernels, aux, scale = fa4_code.backward_kernels(code), fa4_code.aux(), attrs["scale"]
     _, left, right = _span(attrs)
     pre, main, post = kernels.pre, kernels.main, kernels.post
     buffers = _buffers(code, kernels, attrs)
@@ -501,10 +358,11 @@ def _backward_call(code: _Code, attrs: dict[str, Any]) -> Callable[..., torch.Te
         if sink is not None:
             dsink = torch.empty(sink.shape, dtype=sink.dtype, device=sink.device)
             sinks = (delta, lse, sink, dsink)
-        pre(out, dout, delta, lse, lse2, dq_sum, cu_q, None, None if dlse is None else dlse.contiguous(), None, None, 1.0, None, None)
-        main(q, k, v, dout, lse2, delta, dq if dq_sum is None else dq_sum, dk if dk_sum is None else dk_sum, dv if dv_sum is None else dv_sum,
-             scale, cu_q, cu_k, None, None, left, right, *turns, aux, None, *rest)  # fmt: skip
-        if post:
+        dlse = None if dlse is None else dlse.contiguous()
+        pre(out, dout, delta, lse, lse2, dq_sum, cu_q, None, dlse, None, None, 1.0, None, None)
+        into = (dq if dq_sum is None else dq_sum, dk if dk_sum is None else dk_sum, dv if dv_sum is None else dv_sum)
+        main(q, k, v, dout, lse2, delta, *into, scale, cu_q, cu_k, None, None, left, right, *turns, aux, None, *rest)
+        if dq_sum is not None:
             post[0](dq_sum, dq, scale, cu_q, None, sinks, None)
         if dk_sum is not None:
             post[1](dk_sum, dk, scale, cu_k, None, None, None)
@@ -514,13 +372,15 @@ def _backward_call(code: _Code, attrs: dict[str, Any]) -> Callable[..., torch.Te
     return launch
 
 
-def _buffers(code: _Code, kernels: _Backward, attrs: dict[str, Any]) -> Callable[..., tuple]:
-    """(q, k, cu_q, cu_k) -> (delta, LSE in base 2, sums of dq, dk, dv, semaphores): float32 and int32, padded as the kernels
-    expect. Sums of dk and dv are None where the kernel writes the results itself, and so is dq's for sm_100's head dim 256."""
+def _buffers(code: Code, kernels: Backward, attrs: dict[str, Any]) -> Callable[..., tuple]:
+    """(q, k, cu_q, cu_k) -> (delta, LSE in base 2, sums of dq, dk, dv, semaphores): float32 and int32, padded as the
+    kernels expect. Sums of dk and dv are None where the kernel writes the results itself, and so is dq's for sm_100's
+    head dim 256."""
     m, n, cluster, grouped = kernels.tile_m, kernels.tile_n, kernels.cluster, len(kernels.post) == 3
     d, dv = _up(code.d, kernels.multiple), _up(code.dv, kernels.multiple)
-    new, zeros = functools.partial(torch.empty, dtype=torch.float32), functools.partial(torch.zeros, dtype=torch.float32)
-    turn, longest_q, longest_k = functools.partial(torch.zeros, dtype=torch.int32), attrs["max_seqlen_q"], attrs["max_seqlen_k"]
+    new, zeros = (functools.partial(f, dtype=torch.float32) for f in (torch.empty, torch.zeros))
+    turn = functools.partial(torch.zeros, dtype=torch.int32)
+    longest_q, longest_k = attrs["max_seqlen_q"], attrs["max_seqlen_k"]
     ordered, summed = code.deterministic and bool(kernels.post), bool(kernels.post)
 
     def buffers(q, k, cu_q, cu_k):

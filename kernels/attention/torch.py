@@ -120,6 +120,9 @@ class _Attention(Engine):
 
 
 class CudnnAttention(_Attention):
+    """cuDNN on dense batches, 16-bit: q [b, s, h, d] or [s, b, h, d] with fewer key heads, out of q's layout, LSE [b, h, s] in float32.
+    Reruns of the backward may differ."""
+
     id = "attention/torch_cudnn"
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
@@ -191,6 +194,9 @@ class CudnnAttention(_Attention):
 
 
 class FlashAttention(_Attention):
+    """FlashAttention-2 on dense batches and packs, 16-bit, with windows: q [b, s, h, d], [s, b, h, d] or [t, h, d] with fewer key heads,
+    out of q's layout, LSE [b, h, s] or [h, t] in float32. Reruns of the backward may differ."""
+
     id = "attention/torch_flash"
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
@@ -278,6 +284,9 @@ def _longest(q: torch.Tensor, k: torch.Tensor, longest: tuple[int | None, int | 
 
 
 class CpuAttention(_Attention):
+    """torch's blocked CPU kernel on dense batches, any float dtype: q [b, s, h, d] or [s, b, h, d], out of q's layout, LSE [b, h, s] in
+    float32 (float64 for float64). Key heads are repeated for grouped queries, and their gradients summed."""
+
     id = "attention/torch_cpu"
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:

@@ -1,5 +1,5 @@
-"""What the engines on quack-kernels share: its dtypes, which row widths it takes, and tensors as the rows that its compiled
-kernels accept. The package is imported by ``build`` alone: deciding needs no package and no device."""
+"""What the engines on quack-kernels share: its dtypes, which row widths it takes, and tensors as the rows that its
+compiled kernels accept. The package is imported by ``build`` alone: deciding needs no package and no device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 from ...integration.engines.arch import Arch
 from ...integration.graph.ir import ITEMSIZE, TensorSpec
 
-KNOWN_VERSION = "0.6.5"  # its compile functions and launches are internal: another version may order arguments differently
+KNOWN_VERSION = (
+    "0.6.5"  # its compile functions and launches are internal: another version may order arguments differently
+)
 DTYPES = ("float32", "bfloat16", "float16")
 _CLUSTERS = ("sm_90", "sm_100", "sm_103", "sm_120")  # where the package spreads a row over the blocks of a cluster
 
@@ -24,7 +26,11 @@ def version_reason() -> str | None:
         version = importlib.metadata.version("quack-kernels")
     except importlib.metadata.PackageNotFoundError:
         return None
-    return None if version == KNOWN_VERSION else f"launches the kernels of quack-kernels {KNOWN_VERSION}; {version} is installed"
+    return (
+        None
+        if version == KNOWN_VERSION
+        else f"launches the kernels of quack-kernels {KNOWN_VERSION}; {version} is installed"
+    )
 
 
 def cute_dtype(name: str | None):
@@ -46,13 +52,14 @@ def dtype_reason(**specs: TensorSpec | None) -> str | None:
 
 
 def step_of(width: int, *dtypes: str) -> int:
-    """Elements of one vector access to rows of ``width``: 16 bytes of the widest dtype where the width divides by that many.
-    Row strides must be multiples of it, and addresses multiples of that many elements."""
+    """Elements of one vector access to rows of ``width``: 16 bytes of the widest dtype where the width divides by that
+    many. Row strides must be multiples of it, and addresses multiples of that many elements."""
     return math.gcd(width, *(16 // ITEMSIZE[d] for d in dtypes))
 
 
 def width_reason(x: TensorSpec, *dtypes: str) -> str | None:
-    """Why rows of ``x`` cannot be copied to shared memory, None where they can: an asynchronous copy moves 4 bytes or more."""
+    """Why rows of ``x`` cannot be copied to shared memory, None where they can: an asynchronous copy moves 4 bytes or
+    more."""
     width = x.shape[-1]
     if not isinstance(width, int):
         return f"compiles for one row width, and that of x {x} is known only at run time"
@@ -61,9 +68,17 @@ def width_reason(x: TensorSpec, *dtypes: str) -> str | None:
     return None
 
 
+def fresh(x: torch.Tensor) -> torch.Tensor:
+    """An empty contiguous tensor like ``x``."""
+    return (
+        torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
+    )  # the first is cheaper, and keeps a layout
+
+
 def rows(x: torch.Tensor, width: int, step: int) -> torch.Tensor:
-    """``x`` [..., width] of at least one row as [rows, width] that vector accesses of ``step`` elements can read: last stride 1,
-    row stride a multiple of ``step`` and not less than the width, aligned address. A view where it is one, else a copy."""
+    """``x`` [..., width] of at least one row as [rows, width] that vector accesses of ``step`` elements can read: last
+    stride 1, row stride a multiple of ``step`` and not less than the width, aligned address. A view where it is one,
+    else a copy."""
     if x.dim() != 2:
         x = x.reshape(-1, width)
     stride, last = x.stride()

@@ -1,4 +1,5 @@
-"""Products of 16-bit matrices on quack-kernels: linear, its data gradient, its weight gradient with float32 accumulation."""
+"""Products of 16-bit matrices on quack-kernels: linear, its data gradient, its weight gradient with float32
+accumulation."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class QuackLinear(Engine):
             reason = f"adds in float32, and accumulate is {region.spec('accumulate').dtype}"
         if reason is not None:
             return Decline(reason)
-        # H200: its grouped products reach 627 to 706 of 989 TFLOP/s; plain ones are taken for as fast until a record says so
+        # H200: its grouped products reach 627 to 706 of 989 TFLOP/s; plain ones are taken for as fast until a record
+        # says so
         return Offer(efficiency=0.7 if arch.name == "sm_90" else 0.6)
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
@@ -44,9 +46,12 @@ def product_reason(graph: Graph, node: Node) -> str | None:
     return None
 
 
-def compile_product(arch: Arch, dtype: str, out: str, *, a_major: str, b_kn: bool, add: bool = False, bias: str | None = None):
-    """``launch(a, b, d, bias)``: d [m, n] = a [m, k] @ b, plus d itself where ``add``, plus bias [1, n]. b is [n, k], or [k, n] where
-    ``b_kn``; a's contiguous dim is ``a_major``. The tiles are the package's default for the arch; static schedule, no split of k."""
+def compile_product(
+    arch: Arch, dtype: str, out: str, *, a_major: str, b_kn: bool, add: bool = False, bias: str | None = None
+):
+    """``launch(a, b, d, bias)``: d [m, n] = a [m, k] @ b, plus d itself where ``add``, plus bias [1, n]. b is [n, k],
+    or [k, n] where ``b_kn``; a's contiguous dim is ``a_major``. The tiles are the package's default for the arch;
+    static schedule, no split of k."""
     from quack.cute_dsl_utils import get_max_active_clusters
     from quack.gemm import _compile_gemm
     from quack.gemm_config import _default_config_for_cap
@@ -56,14 +61,41 @@ def compile_product(arch: Arch, dtype: str, out: str, *, a_major: str, b_kn: boo
 
     config = _default_config_for_cap(arch.capability[0])
     kernel = _compile_gemm(
-        cute_dtype(dtype), cute_dtype(dtype), cute_dtype(out), None, a_major, "n" if b_kn else "k", "n", None,
-        (config.tile_m, config.tile_n), (config.cluster_m, config.cluster_n, config.cluster_k), config.pingpong,
-        persistent=True, is_dynamic_persistent=config.is_dynamic_persistent, rowvec_dtype=cute_dtype(bias), colvec_dtype=None,
-        colvec_ndim=0, alpha_mode=0, beta_mode=0, add_to_output=add, concat_layout=(), varlen_m=False, varlen_k=False,
-        gather_A=False, use_tma_gather=False, has_batch_idx_permute=False, device_capacity=arch.capability,
-        rounding_mode=RoundingMode.RN, sr_seed_mode=0, num_warps=config.num_warps, batched=False, b_kn=b_kn,
-    )  # fmt: skip
-    clusters = get_max_active_clusters(config.cluster_m * config.cluster_n * config.cluster_k, device_capacity=arch.capability)
+        cute_dtype(dtype),
+        cute_dtype(dtype),
+        cute_dtype(out),
+        None,
+        a_major,
+        "n" if b_kn else "k",
+        "n",
+        None,
+        (config.tile_m, config.tile_n),
+        (config.cluster_m, config.cluster_n, config.cluster_k),
+        config.pingpong,
+        persistent=True,
+        is_dynamic_persistent=config.is_dynamic_persistent,
+        rowvec_dtype=cute_dtype(bias),
+        colvec_dtype=None,
+        colvec_ndim=0,
+        alpha_mode=0,
+        beta_mode=0,
+        add_to_output=add,
+        concat_layout=(),
+        varlen_m=False,
+        varlen_k=False,
+        gather_A=False,
+        use_tma_gather=False,
+        has_batch_idx_permute=False,
+        device_capacity=arch.capability,
+        rounding_mode=RoundingMode.RN,
+        sr_seed_mode=0,
+        num_warps=config.num_warps,
+        batched=False,
+        b_kn=b_kn,
+    )
+    clusters = get_max_active_clusters(
+        config.cluster_m * config.cluster_n * config.cluster_k, device_capacity=arch.capability
+    )
     schedule = make_scheduler_args(clusters, config.max_swizzle_size, None)
     # constants of the compiled kernel are passed as None
     arguments = GemmDefaultEpiMixin.EpilogueArguments

@@ -1,8 +1,8 @@
 """swiglu in the epilogue of the product before it, on quack-kernels.
 
-Forward, where nothing else reads gate and up (a training step saves them, and the package's paired epilogue would store them
-interleaved): y = swiglu(x @ weight.T). Gradient: d[gate, up] from dy @ weight, whose own result never reaches memory.
-"""
+Forward, where nothing else reads gate and up (a training step saves them, and the package's paired epilogue would store
+them interleaved): y = swiglu(x @ weight.T). Gradient: d[gate, up] from dy @ weight, whose own result never reaches
+memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
-from ..common.quack import rows
+from ..common.quack import fresh, rows
 from .quack import STEP, product_reason
 
 
@@ -22,10 +22,15 @@ class QuackLinearSwiglu(Engine):
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
         if region.ops not in self.patterns:
-            return Decline("takes a linear with the swiglu that reads it, or a linear_dgrad with the swiglu_bwd that reads it")
+            return Decline(
+                "takes a linear with the swiglu that reads it, or a linear_dgrad with the swiglu_bwd that reads it"
+            )
         product, gate = region.nodes
         made = product.outputs[0][1]
-        weight, dtypes = region.graph.specs[product.input("weight")], {region.graph.specs[v].dtype for v in region.graph.inputs}
+        weight, dtypes = (
+            region.graph.specs[product.input("weight")],
+            {region.graph.specs[v].dtype for v in region.graph.inputs},
+        )
         reason = product_reason(region.graph, product)
         if reason is not None:
             return Decline(reason)
@@ -44,18 +49,23 @@ class QuackLinearSwiglu(Engine):
         if reason is not None:
             return Decline(reason)
         # as the plain product: the epilogue hides behind the next tile's product
-        return Offer(efficiency=0.7)
+        return Offer(efficiency=0.7 if arch.name == "sm_90" else 0.6)
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
         product, gate = ctx.region.nodes
         graph = ctx.region.graph
         if product.op == "linear":
-            launch, values = _forward(graph.specs[product.input("weight")], ctx.arch), (product.input("x"), product.input("weight"))
+            launch, values = (
+                _forward(graph.specs[product.input("weight")], ctx.arch),
+                (product.input("x"), product.input("weight")),
+            )
         else:
             launch = _backward(graph.specs[product.input("weight")], ctx.arch)
             values = product.input("dy"), product.input("weight"), gate.input("x")
         at = [graph.inputs.index(v) for v in values]
-        return CompiledRegion(launch if at == list(range(len(graph.inputs))) else lambda *t: launch(*(t[i] for i in at)))
+        return CompiledRegion(
+            launch if at == list(range(len(graph.inputs))) else lambda *t: launch(*(t[i] for i in at))
+        )
 
 
 @functools.cache
@@ -72,16 +82,36 @@ def _backward_epilogue():
     return layerplan_dswiglu
 
 
-def _compile(epilogue, arch: Arch, a: torch.Tensor, b: torch.Tensor, tensors: dict[str, torch.Tensor], b_kn: bool, concat: tuple[str, ...]):
+def _compile(
+    epilogue,
+    arch: Arch,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    b_kn: bool,
+    concat: tuple[str, ...],
+):
     """``launch(a, b, **tensors)``; the examples give dtypes, ranks and contiguous dims, every size is symbolic."""
     from quack.gemm_config import _default_config_for_cap
 
     c = _default_config_for_cap(arch.capability[0])
     plan = epilogue.gemm(
-        a, b, None, epi_args=tensors, tile_M=c.tile_m, tile_N=c.tile_n, tile_K=c.tile_k, cluster_M=c.cluster_m, cluster_N=c.cluster_n,
-        pingpong=c.pingpong, is_dynamic_persistent=c.is_dynamic_persistent, max_swizzle_size=c.max_swizzle_size, b_kn=b_kn,
-        concat_layout=concat, _launch=False,
-    )  # fmt: skip
+        a,
+        b,
+        None,
+        epi_args=tensors,
+        tile_M=c.tile_m,
+        tile_N=c.tile_n,
+        tile_K=c.tile_k,
+        cluster_M=c.cluster_m,
+        cluster_N=c.cluster_n,
+        pingpong=c.pingpong,
+        is_dynamic_persistent=c.is_dynamic_persistent,
+        max_swizzle_size=c.max_swizzle_size,
+        b_kn=b_kn,
+        concat_layout=concat,
+        _launch=False,
+    )
     kernel, arguments, schedule = plan.compiled_fn, plan.gemm_cls.EpilogueArguments, plan.scheduler_static
     return lambda a, b, **given: kernel(a, b, None, None, arguments(**given), schedule, None, None, None)
 
@@ -111,14 +141,22 @@ def _forward(weight, arch: Arch):
 def _backward(weight, arch: Arch):
     n, half = weight.shape
     a, b, tile = _examples(weight.dtype, (16, 128), (128, 64), (16, 64))
-    product = _compile(_backward_epilogue(), arch, a, b, dict.fromkeys(("gate", "up", "dgate", "dup"), tile), b_kn=True, concat=())
+    product = _compile(
+        _backward_epilogue(), arch, a, b, dict.fromkeys(("gate", "up", "dgate", "dup"), tile), b_kn=True, concat=()
+    )
 
     def launch(dy, weight, gate_up):
-        dx = gate_up.new_empty(gate_up.shape)
+        dx = fresh(gate_up)
         if dx.numel():
             source, target = rows(gate_up, 2 * half, STEP), dx.view(-1, 2 * half)
-            product(rows(dy, n, STEP), rows(weight, half, STEP), gate=source[:, :half], up=source[:, half:],
-                    dgate=target[:, :half], dup=target[:, half:])  # fmt: skip
+            product(
+                rows(dy, n, STEP),
+                rows(weight, half, STEP),
+                gate=source[:, :half],
+                up=source[:, half:],
+                dgate=target[:, :half],
+                dup=target[:, half:],
+            )
         return dx
 
     return launch

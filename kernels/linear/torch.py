@@ -12,6 +12,9 @@ _linear = torch._C._nn.linear  # F.linear without its Python frame
 
 
 class TorchLinear(Engine):
+    """x [..., k] and weight [n, k] to y [..., n], and both gradients, in the inputs' dtype. A weight gradient [n, k] with
+    ``accumulate`` is added to that tensor in place, float32 or the inputs' dtype, and returned."""
+
     id = "linear/torch"
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:

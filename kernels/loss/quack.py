@@ -1,10 +1,9 @@
 """Cross entropy on quack-kernels: one kernel forward (loss and LSE), one backward.
 
-The package's own compile functions choose a single-pass softmax, which makes NaN of a warp that sees nothing but -inf, and let
-the assembler contract ``x * log2(e) - lse * log2(e)``, which leaves p = 1 + 1e-7 where x equals the LSE. Its kernels are
-therefore compiled here, in two passes and without contraction, into its cache. A row that holds nothing but -inf gives NaN, as
-the reference's does, and an ignored one must not be such a row.
-"""
+The package's own compile functions choose a single-pass softmax, which makes NaN of a warp that sees nothing but -inf,
+and let the assembler contract ``x * log2(e) - lse * log2(e)``, which leaves p = 1 + 1e-7 where x equals the LSE. Its
+kernels are therefore compiled here, in two passes and without contraction, into its cache. A row that holds nothing but
+-inf gives NaN, as the reference's does, and an ignored one must not be such a row."""
 
 from __future__ import annotations
 
@@ -15,7 +14,17 @@ import torch
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
 from ...integration.graph.ir import ITEMSIZE
-from ..common.quack import cute_dtype, dtype_reason, rows, spreads_rows, step_of, vector, version_reason, width_reason
+from ..common.quack import (
+    cute_dtype,
+    dtype_reason,
+    fresh,
+    rows,
+    spreads_rows,
+    step_of,
+    vector,
+    version_reason,
+    width_reason,
+)
 
 
 class QuackCrossEntropy(Engine):
@@ -25,11 +34,14 @@ class QuackCrossEntropy(Engine):
         logits, backward = region.spec("logits"), region.node.op == "cross_entropy_bwd"
         reason = version_reason() or dtype_reason(logits=logits, dloss=region.spec("dloss")) or width_reason(logits)
         reason = reason or (None if backward else _size_reason(logits.shape[-1], logits.dtype, arch))
+        if reason is None and backward and region.spec("dloss").dtype != "float32":
+            reason = f"reads dloss in float32, and it is {region.spec('dloss').dtype}"
         if reason is None and not -(2**31) <= region.node.attr("ignore_index") < 2**31:
             reason = f"ignore_index = {region.node.attr('ignore_index')}: its kernel compares 32-bit indices"
         if reason is not None:
             return Decline(reason)
-        # H200, forward and backward: 2.53 of 4.8 TB/s counting one read and one write, of the three passes that there are
+        # H200, forward and backward: 2.53 of 4.8 TB/s counting one read and one write, of the three passes that there
+        # are
         return Offer(efficiency=0.75 if arch.name == "sm_90" else 0.65)
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
@@ -37,13 +49,16 @@ class QuackCrossEntropy(Engine):
 
 
 def _size_reason(width: int, dtype: str, arch: Arch) -> str | None:
-    """Why a row does not fit into shared memory, None where it does. Clusters share a row among up to 16 blocks, 8 on sm_120."""
+    """Why a row does not fit into shared memory, None where it does. Clusters share a row among up to 16 blocks, 8 on
+    sm_120."""
     if spreads_rows(arch):
         limit = 131072 if dtype == "float32" and arch.name == "sm_120" else 262144
         return None if width <= limit else f"{width} classes: at most {limit} {dtype} logits a row on {arch.name}"
     have = (arch.smem_kib - 4) * 1024
     need = width * ITEMSIZE[dtype]
-    return None if need <= have else f"{width} {dtype} logits take {need} bytes of shared memory; {arch.name} has {have}"
+    return (
+        None if need <= have else f"{width} {dtype} logits take {need} bytes of shared memory; {arch.name} has {have}"
+    )
 
 
 @functools.cache
@@ -62,7 +77,9 @@ def _compilers():
         x, target = make_fake_tensor(dtype, (n, width), step), make_fake_tensor(target_dtype, (n,))
         loss, lse = make_fake_tensor(Float32, (n,)), make_fake_tensor(Float32, (n,)) if keep_lse else None
         kernel = CrossEntropy(dtype, width, online_softmax=False)
-        return cute.compile(kernel, x, target, None, loss, lse, None, None, Int32(0), make_fake_stream(), options=options)
+        return cute.compile(
+            kernel, x, target, None, loss, lse, None, None, Int32(0), make_fake_stream(), options=options
+        )
 
     @jit_cache
     def layerplan_cross_entropy_bwd(dtype, target_dtype, width, step):
@@ -86,8 +103,16 @@ def _forward(region: Region):
         loss = logits.new_empty(targets.shape, dtype=torch.float32)
         lse = logits.new_empty(targets.shape, dtype=torch.float32) if keep_lse else None
         if loss.numel():
-            kernel(rows(logits, width, step), vector(targets.reshape(-1), 1), None, loss.view(-1),
-                   lse.view(-1) if keep_lse else None, None, None, ignore)  # fmt: skip
+            kernel(
+                rows(logits, width, step),
+                vector(targets.reshape(-1), 1),
+                None,
+                loss.view(-1),
+                lse.view(-1) if keep_lse else None,
+                None,
+                None,
+                ignore,
+            )
         out = {"loss": loss, "lse": lse}
         return out[want[0]] if len(want) == 1 else tuple([out[p] for p in want])
 
@@ -101,10 +126,17 @@ def _backward(region: Region):
     kernel = _compilers()[1](cute_dtype(logits.dtype), cute_dtype(region.spec("targets").dtype), width, step)
 
     def launch(dloss, logits, targets, lse):
-        dlogits = logits.new_empty(logits.shape)
+        dlogits = fresh(logits)
         if dlogits.numel():
-            kernel(rows(logits, width, step), vector(targets.reshape(-1), 1), dloss.reshape(-1), dlogits.view(-1, width),
-                   vector(lse.reshape(-1), 1), None, ignore)  # fmt: skip
+            kernel(
+                rows(logits, width, step),
+                vector(targets.reshape(-1), 1),
+                dloss.reshape(-1),
+                dlogits.view(-1, width),
+                vector(lse.reshape(-1), 1),
+                None,
+                ignore,
+            )
         return dlogits
 
     return region.by_port(launch)

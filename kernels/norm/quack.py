@@ -1,8 +1,7 @@
 """RMSNorm and LayerNorm on quack-kernels: one kernel forward, one kernel and a sum over its blocks backward.
 
-The package's kernel adds a residual in float32 and normalises the unrounded sum; the op normalises ``round(x + residual)``,
-which is the same for float32 alone. 16-bit residuals are therefore added by a kernel in front.
-"""
+The package's kernel adds a residual in float32 and normalises the unrounded sum; the op normalises ``round(x +
+residual)``, which is the same for float32 alone. 16-bit residuals are therefore added by a kernel in front."""
 
 from __future__ import annotations
 
@@ -11,7 +10,17 @@ import torch
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
 from ...integration.graph.ir import ITEMSIZE
-from ..common.quack import cute_dtype, dtype_reason, rows, spreads_rows, step_of, vector, version_reason, width_reason
+from ..common.quack import (
+    cute_dtype,
+    dtype_reason,
+    fresh,
+    rows,
+    spreads_rows,
+    step_of,
+    vector,
+    version_reason,
+    width_reason,
+)
 
 _TENSORS = ("x", "dy", "weight", "bias", "residual", "dresidual", "dbias")
 
@@ -23,7 +32,11 @@ class QuackNorm(Engine):
         node, x, want = region.node, region.spec("x"), region.wanted
         backward = node.op.endswith("_bwd")
         given = {p: region.spec(p) for p in _TENSORS}
-        reason = version_reason() or dtype_reason(**given) or width_reason(x, *(s.dtype for s in given.values() if s is not None))
+        reason = (
+            version_reason()
+            or dtype_reason(**given)
+            or width_reason(x, *(s.dtype for s in given.values() if s is not None))
+        )
         if reason is None and backward and "dx" not in want:
             reason = "its kernel writes dx in any case, and nothing reads it"
         reason = reason or _size_reason(x.shape[-1], x.dtype, backward, _fused_residual(region), arch)
@@ -50,7 +63,8 @@ def _fused_residual(region: Region) -> bool:
 
 
 def _size_reason(width: int, dtype: str, backward: bool, fused_residual: bool, arch: Arch) -> str | None:
-    """Why a row is too short or does not fit into shared memory, None where it does. Clusters share a row among up to 16 blocks."""
+    """Why a row is too short or does not fit into shared memory, None where it does. Clusters share a row among up to
+    16 blocks."""
     if width == 1:
         return "rows of one element: contracted multiply-adds leave a residue that 1 / sqrt(eps) enlarges"
     if spreads_rows(arch):
@@ -59,16 +73,23 @@ def _size_reason(width: int, dtype: str, backward: bool, fused_residual: bool, a
     # without clusters one block holds the row: x and the residual, or two stages of x and dy
     need = width * ITEMSIZE[dtype] * (4 if backward else 1 + fused_residual)
     have = (arch.smem_kib - 4) * 1024
-    return None if need <= have else f"rows of {width} {dtype} values take {need} bytes of shared memory; {arch.name} has {have}"
+    return (
+        None
+        if need <= have
+        else f"rows of {width} {dtype} values take {need} bytes of shared memory; {arch.name} has {have}"
+    )
 
 
 def _blocks(width: int, arch: Arch) -> int:
-    """Persistent blocks of a backward, the package's choice: as many as are resident at once. Each leaves one row of partial sums."""
+    """Persistent blocks of a backward, the package's choice: as many as are resident at once. Each leaves one row of
+    partial sums."""
     if arch.capability >= (10, 0):
         return arch.sms * (16 if width <= 256 else 8 if width <= 1024 else 4 if width <= 2048 else 2)
     if width > 8192:
         return arch.sms // 2 if width <= 16384 else arch.sms * 2
-    return arch.sms * (16 if width <= 256 else 8 if width <= 1024 else 4 if width <= 2048 else 2 if width <= 4096 else 1)
+    return arch.sms * (
+        16 if width <= 256 else 8 if width <= 1024 else 4 if width <= 2048 else 2 if width <= 4096 else 1
+    )
 
 
 def _backward_efficiency(width: int, arch: Arch) -> float:
@@ -87,9 +108,19 @@ def _forward(region: Region, arch: Arch):
     x_type, residual_type = cute_dtype(dtype["x"]), cute_dtype(dtype["residual"]) if fused else None
     keep_sum, keep_mean, keep_rstd = (p in want for p in ("residual_out", "mean", "rstd"))
     kernel = _compile_rmsnorm_fwd(
-        x_type, x_type, residual_type, cute_dtype(dtype["weight"]), cute_dtype(dtype["bias"]), x_type if fused and keep_sum else None,
-        width, keep_rstd, keep_mean, node.op == "layer_norm", False, _offset(region),
-    )  # fmt: skip
+        x_type,
+        x_type,
+        residual_type,
+        cute_dtype(dtype["weight"]),
+        cute_dtype(dtype["bias"]),
+        x_type if fused and keep_sum else None,
+        width,
+        keep_rstd,
+        keep_mean,
+        node.op == "layer_norm",
+        False,
+        _offset(region),
+    )
     step = step_of(width, *(d for p, d in dtype.items() if d is not None and (fused or p != "residual")))
     at = {p: region.graph.inputs.index(v) for p, v in node.inputs}
     iw, ib, ir = (at.get(p) for p in ("weight", "bias", "residual"))
@@ -102,18 +133,23 @@ def _forward(region: Region, arch: Arch):
         if ir is not None and not fused:
             x, residual = torch.add(x, residual), None
             total = x
-        y, stats = x.new_empty(x.shape), (*x.shape[:-1], 1)
+        y, stats = fresh(x), (*x.shape[:-1], 1)
         if fused and keep_sum:
-            total = x.new_empty(x.shape)
+            total = fresh(x)
         mean = x.new_empty(stats, dtype=torch.float32) if keep_mean else None
         rstd = x.new_empty(stats, dtype=torch.float32) if keep_rstd else None
         if y.numel():
             kernel(
-                rows(x, width, step), None if iw is None else vector(t[iw], step), None if ib is None else vector(t[ib], step),
-                None if residual is None else rows(residual, width, step), y.view(-1, width),
-                total.view(-1, width) if fused and keep_sum else None, None if rstd is None else rstd.view(-1),
-                None if mean is None else mean.view(-1), eps,
-            )  # fmt: skip
+                rows(x, width, step),
+                None if iw is None else vector(t[iw], step),
+                None if ib is None else vector(t[ib], step),
+                None if residual is None else rows(residual, width, step),
+                y.view(-1, width),
+                total.view(-1, width) if fused and keep_sum else None,
+                None if rstd is None else rstd.view(-1),
+                None if mean is None else mean.view(-1),
+                eps,
+            )
         out = {"y": y, "residual_out": total, "mean": mean, "rstd": rstd}
         return out[want[0]] if len(want) == 1 else tuple([out[p] for p in want])
 
@@ -128,9 +164,20 @@ def _backward(region: Region, arch: Arch):
     width, layer = region.spec("x").shape[-1], node.op == "layer_norm_bwd"
     x_type, keep_dw, keep_db = cute_dtype(dtype["x"]), "dweight" in want, "dbias" in want
     kernel = _compile_rmsnorm_bwd(
-        width, x_type, cute_dtype(dtype["dy"]), x_type, cute_dtype(dtype["weight"]), keep_db, None, cute_dtype(dtype["dresidual"]),
-        keep_dw, False, T_hint=0, is_layernorm=layer, weight_offset=_offset(region),
-    )  # fmt: skip
+        width,
+        x_type,
+        cute_dtype(dtype["dy"]),
+        x_type,
+        cute_dtype(dtype["weight"]),
+        keep_db,
+        None,
+        cute_dtype(dtype["dresidual"]),
+        keep_dw,
+        False,
+        T_hint=0,
+        is_layernorm=layer,
+        weight_offset=_offset(region),
+    )
     step = step_of(width, *(dtype[p] for p in ("x", "dy", "dresidual") if dtype[p] is not None))
     sums = {p: getattr(torch, region.spec(p).dtype) for p in want if p != "dx"}
     blocks = _blocks(width, arch)
@@ -139,7 +186,7 @@ def _backward(region: Region, arch: Arch):
 
     def launch(*t):
         x = t[ix]
-        out = {"dx": (dx := x.new_empty(x.shape))}
+        out = {"dx": (dx := fresh(x))}
         if not dx.numel():
             out |= {p: x.new_zeros(width, dtype=d) for p, d in sums.items()}
         else:
@@ -147,10 +194,18 @@ def _backward(region: Region, arch: Arch):
             dw = x.new_empty((count, width), dtype=torch.float32) if keep_dw else None
             db = x.new_empty((count, width), dtype=torch.float32) if keep_db else None
             kernel(
-                rows(x, width, step), None if iw is None else vector(t[iw], step), rows(t[iy], width, step),
-                None if ires is None else rows(t[ires], width, step), vector(t[ir].reshape(-1), 1), vector(t[im].reshape(-1), 1) if layer else None,
-                dx.view(-1, width), dw, None, db, count,
-            )  # fmt: skip
+                rows(x, width, step),
+                None if iw is None else vector(t[iw], step),
+                rows(t[iy], width, step),
+                None if ires is None else rows(t[ires], width, step),
+                vector(t[ir].reshape(-1), 1),
+                vector(t[im].reshape(-1), 1) if layer else None,
+                dx.view(-1, width),
+                dw,
+                None,
+                db,
+                count,
+            )
             if keep_dw:
                 out["dweight"] = dw.sum(0).to(sums["dweight"])
             if keep_db:

@@ -11,6 +11,9 @@ _aten = torch.ops.aten
 
 
 class TorchNorm(Engine):
+    """x [..., n] to y in x's dtype, and the statistics rstd (and mean) [..., 1] in float32, float64 for float64; dx in x's dtype, dweight
+    and dbias [n] in the weight's."""
+
     id = "norm/torch"
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:

@@ -10,6 +10,9 @@ from ..common.evaluate import reference_launch
 
 
 class TorchLayout(Engine):
+    """Values as they are, in the inputs' dtype: split, unflattened and expanded ones are views of the input, merged and concatenated ones
+    new. ``row_sum`` [..., n] -> [n] and ``sum_heads`` [..., h, d] -> [..., 1, d] accumulate in float32 or wider."""
+
     id = "layout/torch"
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:

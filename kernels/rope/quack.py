@@ -1,4 +1,5 @@
-"""Rotary embedding on quack-kernels: one kernel over the turned channels, and a copy of the others where there are any."""
+"""Rotary embedding on quack-kernels: one kernel over the turned channels, and a copy of the others where there are
+any."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
 from ...integration.graph.ir import Dim
-from ..common.quack import cute_dtype, dtype_reason, step_of, version_reason
+from ..common.quack import cute_dtype, dtype_reason, fresh, step_of, version_reason
 
 _LONGEST = 131072  # tokens of a sequence: a block turns 4 or more of them, and a grid has 65535 blocks along this axis
 _BATCHES = 65535  # and as many along the batch
@@ -35,12 +36,16 @@ class QuackRope(Engine):
         elif head % 8 or 2 * half % 8 or head > 512:
             reason = f"a head dim of {head} with {2 * half} turned channels: both must be multiples of 8, at most 512"
         elif _size(sequence) > _LONGEST or _size(batch) > _BATCHES:
-            reason = f"{_size(batch)} sequences of {_size(sequence)} tokens: at most {_BATCHES} of {_LONGEST} fit its grid"
+            reason = (
+                f"{_size(batch)} sequences of {_size(sequence)} tokens: at most {_BATCHES} of {_LONGEST} fit its grid"
+            )
         if reason is not None:
             return Decline(reason)
         # H200: 3.99 of 4.8 TB/s where all channels turn; a copy of the others reads and writes strided rows
         whole = 2 * half == head
-        return Offer(efficiency=(0.83 if arch.name == "sm_90" else 0.75) * (1 if whole else 0.8), launches=1 if whole else 2)
+        return Offer(
+            efficiency=(0.83 if arch.name == "sm_90" else 0.75) * (1 if whole else 0.8), launches=1 if whole else 2
+        )
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
         return CompiledRegion(_launch(ctx.region))
@@ -55,16 +60,20 @@ def _launch(region: Region):
 
     node, x, cos = region.node, region.spec("x"), region.spec("cos")
     turned, head, four, sequence_first = 2 * cos.shape[1], x.shape[-1], x.rank == 4, node.attr("seq_axis") == 0
-    kernel = RotaryKernel.compile(cute_dtype(x.dtype), cute_dtype(cos.dtype), None, None, turned, node.attr("interleaved"), node.attr("inverse"))
+    kernel = RotaryKernel.compile(
+        cute_dtype(x.dtype), cute_dtype(cos.dtype), None, None, turned, node.attr("interleaved"), node.attr("inverse")
+    )
     step, table_step = step_of(turned, x.dtype), step_of(turned // 2, cos.dtype)
 
     def launch(x, cos, sin):
-        y = x.new_empty(x.shape)
+        y = fresh(x)
         if not y.numel():
             return y
         tokens = x.shape[0] if sequence_first else x.shape[1]
         if cos.shape[0] < tokens:
-            raise ValueError(f"rope: cos and sin have {cos.shape[0]} rows: must be at least the {tokens} tokens of a sequence")
+            raise ValueError(
+                f"rope: cos and sin have {cos.shape[0]} rows: must be at least the {tokens} tokens of a sequence"
+            )
         if turned < head:
             y[..., turned:] = x[..., turned:]
         source, target = _aligned(x, step), y
@@ -79,7 +88,8 @@ def _launch(region: Region):
 
 
 def _aligned(x: torch.Tensor, step: int) -> torch.Tensor:
-    """``x`` with last stride 1, other strides multiples of ``step``, and the alignment of ``step`` elements; a copy where it has not."""
+    """``x`` with last stride 1, other strides multiples of ``step``, and the alignment of ``step`` elements; a copy
+    where it has not."""
     *strides, last = x.stride()
     if last != 1 or any(s % step for s in strides) or x.data_ptr() % (step * x.itemsize):
         return x.clone(memory_format=torch.contiguous_format)

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -428,6 +429,16 @@ def place(t: Tensors, device: str, diff: tuple[str, ...], how: str = "plain") ->
             guards.append((x, buffer))
         out[name] = x.detach().requires_grad_(name in diff)
     return out, guards
+
+
+def two_rows_far_apart(device: str, width: int, gen: torch.Generator) -> torch.Tensor:
+    """[2, width] whose rows are rows 0 and 300000 of a tensor with rows of 7200: the second starts at element 2160000000, which
+    32 bits wrap to -2134967296. On a CPU the memory between them is never touched."""
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip("needs 16 GiB of free GPU memory")
+    row = 300000 * 7200
+    view = torch.empty(row + width, dtype=torch.bfloat16, device=device).as_strided((2, width), (row, 1))
+    return view.copy_(torch.randn(2, width, generator=gen))
 
 
 def gradients(case: OpCase, call: Callable[[Tensors], tuple], t: Tensors, douts: list[torch.Tensor] | None, gen=None,

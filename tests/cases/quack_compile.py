@@ -1,9 +1,10 @@
-"""``python -m tests.cases.quack_compile``: compile what the quack engines offer on sm_90 and launch it up to the driver, without a GPU.
+"""``python -m tests.cases.quack_compile``: compile what the quack engines offer on sm_90 and launch it up to the
+driver, without a GPU.
 
-Run with CUTE_DSL_ARCH=sm_90a, QUACK_ARCH=sm_90, no visible device and a QUACK_CACHE_DIR of its own: the package's cache knows
-sources and arguments, not the arch. Tensors in host memory are labelled as a device's; a compiled kernel then checks number, type,
-dtype, shape, strides and alignment of all its arguments before it asks the driver, which is not there.
-"""
+Run with CUTE_DSL_ARCH=sm_90a, QUACK_ARCH=sm_90, no visible device and a QUACK_CACHE_DIR of its own: the package's cache
+knows sources and arguments, not the arch. Tensors in host memory are labelled as a device's; a compiled kernel then
+checks number, type, dtype, shape, strides and alignment of all its arguments before it asks the driver, which is not
+there."""
 
 from __future__ import annotations
 
@@ -61,9 +62,15 @@ def labelling(compile_function):
 
 def install() -> None:
     rmsnorm, gemm, rotary, host, utils = (
-        importlib.import_module(f"quack.{n}") for n in ("rmsnorm", "gemm", "rotary", "gemm_runtime.host", "cute_dsl_utils")
+        importlib.import_module(f"quack.{n}")
+        for n in ("rmsnorm", "gemm", "rotary", "gemm_runtime.host", "cute_dsl_utils")
     )
-    for module, name in ((rmsnorm, "_compile_rmsnorm_fwd"), (rmsnorm, "_compile_rmsnorm_bwd"), (gemm, "_compile_gemm"), (host, "_compile_gemm_epi")):
+    for module, name in (
+        (rmsnorm, "_compile_rmsnorm_fwd"),
+        (rmsnorm, "_compile_rmsnorm_bwd"),
+        (gemm, "_compile_gemm"),
+        (host, "_compile_gemm_epi"),
+    ):
         setattr(module, name, labelling(getattr(module, name)))
     rotary.RotaryKernel.compile = staticmethod(labelling(rotary.RotaryKernel.compile))
     both = tuple(map(labelling, loss_engine._compilers()))
@@ -79,26 +86,38 @@ def single(op: str, inputs: dict, **attrs) -> Graph:
     return b.build(made if isinstance(made, tuple) else [made])
 
 
-def norm(op="rms_norm", width=4096, dtype="bfloat16", wdtype=None, residual=False, **attrs) -> Graph:
-    inputs = {"x": ((TOKENS, width), dtype), "weight": ((width,), wdtype or dtype)}
-    return single(op, {**inputs, **({"residual": ((TOKENS, width), dtype)} if residual else {})}, **attrs)
+def norm(
+    op="rms_norm", width=4096, dtype="bfloat16", wdtype=None, weight=True, bias=False, residual=False, **attrs
+) -> Graph:
+    vector, matrix = ((width,), wdtype or dtype), ((TOKENS, width), dtype)
+    inputs = {"x": matrix} | ({"weight": vector} if weight else {}) | ({"bias": vector} if bias else {})
+    return single(op, inputs | ({"residual": matrix} if residual else {}), **attrs)
 
 
 def loss(classes=32000, dtype="bfloat16", **attrs) -> Graph:
     return single("cross_entropy", {"logits": ((TOKENS, classes), dtype), "targets": ((TOKENS,), "int64")}, **attrs)
 
 
-def rope(x=(2, TOKENS, 8, 128), half=64, dtype="bfloat16", tables=("float32", "float32"), axis=1, positions=False, **attrs) -> Graph:
+def rope(
+    x=(2, TOKENS, 8, 128), half=64, dtype="bfloat16", tables=("float32", "float32"), axis=1, positions=False, **attrs
+) -> Graph:
     inputs = {"x": (x, dtype), "cos": ((4096, half), tables[0]), "sin": ((4096, half), tables[1])}
-    return single("rope", {**inputs, **({"positions": ((x[axis],), "int32")} if positions else {})}, seq_axis=axis, **attrs)
+    return single(
+        "rope", {**inputs, **({"positions": ((x[axis],), "int32")} if positions else {})}, seq_axis=axis, **attrs
+    )
 
 
 def linear(n=512, k=256, dtype="bfloat16", bias=False) -> Graph:
-    return single("linear", {"x": ((TOKENS, k), dtype), "weight": ((n, k), dtype), **({"bias": ((n,), dtype)} if bias else {})})
+    return single(
+        "linear", {"x": ((TOKENS, k), dtype), "weight": ((n, k), dtype), **({"bias": ((n,), dtype)} if bias else {})}
+    )
 
 
 def wgrad(accumulate: str) -> Graph:
-    return single("linear_wgrad", {"dy": ((TOKENS, 16), "bfloat16"), "x": ((TOKENS, 32), "bfloat16"), "accumulate": ((16, 32), accumulate)})
+    return single(
+        "linear_wgrad",
+        {"dy": ((TOKENS, 16), "bfloat16"), "x": ((TOKENS, 32), "bfloat16"), "accumulate": ((16, 32), accumulate)},
+    )
 
 
 def swiglu_chain(bias=False, keep=False, dtype="bfloat16", half=256, weights=False, **attrs) -> Graph:
@@ -114,7 +133,10 @@ def swiglu_chain(bias=False, keep=False, dtype="bfloat16", half=256, weights=Fal
 def swiglu_gradient() -> Graph:
     """swiglu_bwd(linear_dgrad(dy))."""
     b = GraphBuilder()
-    dy, w, x = (b.input(n, TensorSpec(s, "bfloat16")) for n, s in (("dy", (TOKENS, 128)), ("w", (128, 64)), ("x", (TOKENS, 128))))
+    dy, w, x = (
+        b.input(n, TensorSpec(s, "bfloat16"))
+        for n, s in (("dy", (TOKENS, 128)), ("w", (128, 64)), ("x", (TOKENS, 128)))
+    )
     return b.build([b.op("swiglu_bwd", want=["dx"], dy=b.op("linear_dgrad", dy=dy, weight=w), x=x)])
 
 
@@ -124,7 +146,13 @@ def backward(graph: Graph, needs: tuple[bool, ...] | None = None) -> Graph:
 
 def compiled():
     """(engine, graph) pairs; each node, or the two of a pattern, is a region."""
-    for graph in (norm(residual=True), norm("layer_norm", 1026, wdtype="float32", zero_centered=True), norm(width=33, dtype="float32", residual=True)):
+    for graph in (
+        norm(residual=True),
+        norm("layer_norm", 1026, wdtype="float32", bias=True, zero_centered=True),
+        norm(width=512, weight=False),
+        norm("layer_norm", 65536),
+        norm(width=33, dtype="float32", residual=True),
+    ):
         yield "norm/quack", differentiate(graph, (True,) * len(graph.inputs)).forward
         yield "norm/quack", backward(graph)
     for graph in (loss(100000, "float32"), loss()):
@@ -149,7 +177,11 @@ def main() -> None:
     install()
     reached = 0
     for engine, graph in compiled():
-        for nodes in [graph.nodes] if engine == "linear_swiglu/quack" else ([n] for n in graph.nodes if n.op in BY_ID[engine].ops):
+        for nodes in (
+            [graph.nodes]
+            if engine == "linear_swiglu/quack"
+            else ([n] for n in graph.nodes if n.op in BY_ID[engine].ops)
+        ):
             region = region_of(graph, nodes)
             offer = BY_ID[engine].load().match(region, ARCHS["sm_90"])
             assert isinstance(offer, Offer), (engine, region.ops, offer)

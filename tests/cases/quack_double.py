@@ -1,9 +1,8 @@
 """The compiled kernels of quack-kernels as functions on a CPU: what each expects of its arguments, and what it writes.
 
-They take what the engines hand to the package, hold it to the layout that was compiled for (presence, dtype, shape, last stride,
-row stride and alignment in vector accesses) and then compute as the kernels do, in place. With them the engines' host code runs
-through the cases without a GPU and without the package.
-"""
+They take what the engines hand to the package, hold it to the layout that was compiled for (presence, dtype, shape,
+last stride, row stride and alignment in vector accesses) and then compute as the kernels do, in place. With them the
+engines' host code runs through the cases without a GPU and without the package."""
 
 from __future__ import annotations
 
@@ -28,7 +27,9 @@ def tensor(name: str, x: torch.Tensor | None, dtype: str | None, shape: tuple[in
     if x is None:
         return
     assert str(x.dtype) == f"torch.{dtype}", f"{name}: {x.dtype}, compiled for {dtype}"
-    assert x.dim() == len(shape) and all(b is None or a == b for a, b in zip(x.shape, shape, strict=True)), f"{name}: {list(x.shape)}, not {shape}"
+    assert x.dim() == len(shape) and all(b is None or a == b for a, b in zip(x.shape, shape, strict=True)), (
+        f"{name}: {list(x.shape)}, not {shape}"
+    )
     assert x.stride(-1) == 1, f"{name}: last stride {x.stride(-1)}"
     assert all(s % step == 0 for s in x.stride()[:-1]), f"{name}: strides {x.stride()} are no multiples of {step}"
     assert x.data_ptr() % (step * ITEMSIZE[dtype]) == 0, f"{name}: not aligned to {step} elements"
@@ -41,9 +42,14 @@ def compile_norm(dtype, out, res, weight, bias, res_out, width, has_rstd, has_me
 
     def kernel(x, w, b, residual, y, total, rstd, mean, eps):
         n = x.shape[0]
-        for name, t, d, shape in (("x", x, dtype, (n, width)), ("weight", w, weight, (width,)), ("bias", b, bias, (width,)),
-                                  ("residual", residual, res, (n, width)), ("out", y, out, (n, width)),
-                                  ("residual_out", total, res_out, (n, width))):  # fmt: skip
+        for name, t, d, shape in (
+            ("x", x, dtype, (n, width)),
+            ("weight", w, weight, (width,)),
+            ("bias", b, bias, (width,)),
+            ("residual", residual, res, (n, width)),
+            ("out", y, out, (n, width)),
+            ("residual_out", total, res_out, (n, width)),
+        ):
             tensor(name, t, d, shape, step)
         tensor("rstd", rstd, "float32" if has_rstd else None, (n,))
         tensor("mean", mean, "float32" if has_mean else None, (n,))
@@ -63,23 +69,44 @@ def compile_norm(dtype, out, res, weight, bias, res_out, width, has_rstd, has_me
     return kernel
 
 
-def compile_norm_bwd(width, dtype, dout, dx_dtype, weight, has_db, dres, dres_out, has_dw, per_head, T_hint=0, is_layernorm=False,
-                     weight_offset=0.0):  # fmt: skip
+def compile_norm_bwd(
+    width,
+    dtype,
+    dout,
+    dx_dtype,
+    weight,
+    has_db,
+    dres,
+    dres_out,
+    has_dw,
+    per_head,
+    T_hint=0,
+    is_layernorm=False,
+    weight_offset=0.0,
+):
     step = math.gcd(width, *(16 // ITEMSIZE[d] for d in (dtype, dout, dx_dtype, dres, dres_out) if d))
     assert not per_head and T_hint == 0 and dres is None and step * ITEMSIZE[dtype] >= 4
 
     def kernel(x, w, dy, dresidual_out, rstd, mean, dx, dw, dresidual, db, blocks):
         n = x.shape[0]
-        for name, t, d, shape in (("x", x, dtype, (n, width)), ("weight", w, weight, (width,)), ("dout", dy, dout, (n, width)),
-                                  ("dresidual_out", dresidual_out, dres_out, (n, width)), ("dx", dx, dx_dtype, (n, width)),
-                                  ("dresidual", dresidual, None, ()), ("dw", dw, "float32" if has_dw else None, (blocks, width)),
-                                  ("db", db, "float32" if has_db else None, (blocks, width))):  # fmt: skip
+        for name, t, d, shape in (
+            ("x", x, dtype, (n, width)),
+            ("weight", w, weight, (width,)),
+            ("dout", dy, dout, (n, width)),
+            ("dresidual_out", dresidual_out, dres_out, (n, width)),
+            ("dx", dx, dx_dtype, (n, width)),
+            ("dresidual", dresidual, None, ()),
+            ("dw", dw, "float32" if has_dw else None, (blocks, width)),
+            ("db", db, "float32" if has_db else None, (blocks, width)),
+        ):
             tensor(name, t, d, shape, step)
         tensor("rstd", rstd, "float32", (n,))
         tensor("mean", mean, "float32" if is_layernorm else None, (n,))
         xhat = (x.float() - (mean[:, None] if is_layernorm else 0.0)) * rstd[:, None]
         wdy = dy.float() if w is None else dy.float() * (w.float() + weight_offset)
-        value = (wdy - (wdy.mean(-1, keepdim=True) if is_layernorm else 0.0) - xhat * (xhat * wdy).mean(-1, keepdim=True)) * rstd[:, None]
+        value = (
+            wdy - (wdy.mean(-1, keepdim=True) if is_layernorm else 0.0) - xhat * (xhat * wdy).mean(-1, keepdim=True)
+        ) * rstd[:, None]
         dx.copy_(value if dresidual_out is None else value + dresidual_out.float())
         for part, full in ((dw, dy.float() * xhat), (db, dy.float())):
             if part is not None:  # every block leaves the sum of its rows
@@ -98,7 +125,9 @@ def compile_loss(dtype, target_dtype, width, step, keep_lse):
         assert target_logit is None and dx is None and weight is None and step * ITEMSIZE[dtype] >= 4
         total = torch.logsumexp(x.float(), -1)
         kept = target != ignore
-        loss.copy_(torch.where(kept, total - x.float().gather(1, torch.where(kept, target, 0).long()[:, None])[:, 0], 0.0))
+        loss.copy_(
+            torch.where(kept, total - x.float().gather(1, torch.where(kept, target, 0).long()[:, None])[:, 0], 0.0)
+        )
         if lse is not None:
             lse.copy_(total)
 
@@ -138,7 +167,9 @@ class RotaryKernel:
             turn = x[..., :turned].float()
             a, b = (turn[..., 0::2], turn[..., 1::2]) if interleaved else turn.chunk(2, -1)
             pair = a * c - b * s, a * s + b * c
-            out[..., :turned] = (torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)).to(out.dtype)
+            out[..., :turned] = (torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)).to(
+                out.dtype
+            )
 
         return kernel
 
@@ -166,7 +197,11 @@ def compile_epilogue(epilogue, arch, a, b, tensors, b_kn, concat):
         assert list(given) == list(tensors) and {len(t.shape) for t in given.values()} == {a.dim()}
         if epilogue == "swiglu":
             (y,) = given.values()
-            for name, t, shape in (("a", a, (1, None, None)), ("b", b, (1, 2 * y.shape[-1], a.shape[-1])), ("out", y, (1, a.shape[1], None))):
+            for name, t, shape in (
+                ("a", a, (1, None, None)),
+                ("b", b, (1, 2 * y.shape[-1], a.shape[-1])),
+                ("out", y, (1, a.shape[1], None)),
+            ):
                 tensor(name, t, dtype, shape, 8)
             gate, up = (a[0].float() @ b[0].float().t()).chunk(2, -1)
             y[0].copy_(torch.nn.functional.silu(gate) * up)
@@ -215,9 +250,13 @@ def install(monkeypatch) -> list[str]:
     from layerplan.kernels.norm import quack as norm
     from layerplan.kernels.rope import quack as rope
 
-    modules = {"quack": {}, "quack.rmsnorm": {"_compile_rmsnorm_fwd": compile_norm, "_compile_rmsnorm_bwd": compile_norm_bwd},
-               "quack.rotary": {"RotaryKernel": RotaryKernel}, "quack.epilogue": {},
-               "quack.epilogue.library": {"linear_act_mod": lambda name, **flags: name}}  # fmt: skip
+    modules = {
+        "quack": {},
+        "quack.rmsnorm": {"_compile_rmsnorm_fwd": compile_norm, "_compile_rmsnorm_bwd": compile_norm_bwd},
+        "quack.rotary": {"RotaryKernel": RotaryKernel},
+        "quack.epilogue": {},
+        "quack.epilogue.library": {"linear_act_mod": lambda name, **flags: name},
+    }
     for name, members in modules.items():
         module = types.ModuleType(name)
         module.__dict__.update(members)
@@ -232,7 +271,9 @@ def install(monkeypatch) -> list[str]:
     for e in MANIFEST:
         if "quack" in e.needs:
             fields = {f.name: getattr(e, f.name) for f in dataclasses.fields(Entry)}
-            hosted[e.id] = _HostedEntry(**{**fields, "archs": (*e.archs, "cpu"), "needs": ("torch",)}, engine=_Hosted(e.load()))
+            hosted[e.id] = _HostedEntry(
+                **{**fields, "archs": (*e.archs, "cpu"), "needs": ("torch",), "trial": False}, engine=_Hosted(e.load())
+            )
             monkeypatch.setitem(BY_ID, e.id, hosted[e.id])
     monkeypatch.setattr(cover, "MANIFEST", tuple(hosted.get(e.id, e) for e in MANIFEST))
     return list(hosted)

@@ -1,6 +1,7 @@
 """The pinned faults of tests/cases on a CPU: the reference, the CPU engines and what the planner chooses by itself."""
 
 import itertools
+import types
 import warnings
 
 import pytest
@@ -17,6 +18,8 @@ from layerplan.integration.planner.program import ReferenceFallback, warn_if_ref
 from tests.cases import faults
 from tests.cases.catalogue import declined, engines_for
 from tests.cases.context_parallel import PADDED, REAL, real_tokens_of_rank, rows_of_rank
+from tests.cases.graphs import sdpa
+from tests.cases.reruns import Watched, near, same, watching
 
 torch.set_num_threads(1)
 ROWS = [(case, engine) for op, cases in faults.BY_OP.items() for case in cases for engine in (None, *engines_for(op, "cpu", inductor=False))]
@@ -129,6 +132,39 @@ def test_fault_06_head_dim_256_with_a_window_runs_or_says_why_not():
     for arch in ("sm_80", "sm_90", "sm_100"):
         found = layerplan.explain("sdpa", {n: ((1, 70, h, 256), "bfloat16") for n, h in (("q", 2), ("k", 1), ("v", 1))}, arch, causal=True, window=(16, 0))
         assert found.chosen == "attention/torch_flash" and all(found.reasons().values())
+
+
+# ---- what may differ between two runs --------------------------------------------------------------------------------
+
+
+def test_only_gradients_of_an_engine_whose_offer_is_not_deterministic_may_differ():
+    def varying(policy, arch="sm_90"):
+        watched, made = Watched(), plan(sdpa(), ARCHS[arch], policy, needs_grad=(True,) * 3)
+        watched.ran.append(types.SimpleNamespace(plan=made, plans=[made]))
+        return watched.varying()
+
+    assert varying(Policy(engine="attention/torch_cudnn")) == varying(Policy(engine="attention/torch_flash")) == {"dq"}
+    assert varying(Policy(deterministic=True)) == varying(Policy("reference")) == varying(Policy(), "cpu") == set()
+    x = torch.randn(1, 6, 2, 8, requires_grad=True)
+    with watching() as ran:
+        ops.attention(x, x, x, causal=True).sum().backward()
+        ops.gelu(x).sum().backward()
+    assert {r.engine for r in ran.backward_regions()} == {"attention/torch_cpu", "reference/eager"} and not ran.varying()
+    with pytest.raises(AssertionError, match="dq of it"):
+        same(ran, "dq", x, x + 1e-6, "it")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_near_lets_one_rounding_pass_and_not_two(dtype):
+    x = torch.tensor([1.0, 1.5, -0.75, 2**-10]).to(dtype)
+    eps = torch.finfo(dtype).eps
+    near(x, torch.nextafter(x, torch.full_like(x, 9.0)), "neighbours")
+    near(x, x + torch.tensor([0.0, 0.0, 0.0, 2**-13]).to(dtype), "a small value beside a large one")
+    for i, bad in ((0, 1 + 2 * eps), (3, 2**-10 + 2**-12), (1, float("nan"))):
+        y = x.clone()
+        y[i] = bad
+        with pytest.raises(AssertionError, match="what"):
+            near(y, x, "what")
 
 
 # ---- what ran, and why ----------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from layerplan.integration import cli, doctor
+from layerplan.integration.engines import packages
+from layerplan.integration.planner.explain import EXAMPLES, example
 
 ROOT = Path(__file__).resolve().parents[2]
 X = ("--shape", "x=4096x8192:bfloat16", "--shape", "weight=8192:bfloat16", "--attr", "eps=1e-5")
@@ -25,7 +27,7 @@ def run(*arguments: str):
 
 def run_process(*arguments: str, before: str = "", timeout: int = 120, **env: str):
     """``python -m layerplan`` in a process of its own, from another folder; ``before`` runs first in it."""
-    code = f"{before}\nimport sys\nsys.argv = ['layerplan', *{list(arguments)!r}]\nfrom layerplan.integration.cli import main\nmain()"
+    code = f"{before}\nimport sys\nsys.argv = ['layerplan', *{list(arguments)!r}]\nfrom layerplan.__main__ import main\nmain()"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, cwd="/",
                           env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "200", **env})  # fmt: skip
 
@@ -115,12 +117,31 @@ def test_explain_of_an_engine_that_declines_fails_with_the_reason():
     (["rms_norm", "--shape", "x=4x8:bfloat16", "--shape", "weight=9:bfloat16", "--attr", "eps=1e-5", "--arch", "sm_90"], ["weight", "9"]),
     (["rms_norm", *X, "--attr", "epsilon=1", "--arch", "sm_90"], ["epsilon", "eps"]),
     (["rms_norm", *X, "--attr", "=1", "--arch", "sm_90"], ["'=1'", "NAME=VALUE"]),
+    (["attention", *X, "--arch", "sm_90"], ["attention", "did you mean 'sdpa'"]),
+    (["atention"], ["atention", "did you mean 'sdpa'"]),
+    (["sdpa", "--shape", "q=1x64x4x64:bf16", "--arch", "sm_90"],
+     ["q = 'bf16': unknown dtype; did you mean bfloat16?", "add --shape k=SIZExSIZE:DTYPE", "add --shape v=SIZExSIZE:DTYPE"]),
+    (["linear", "--shape", "x=8x8:wings", "--shape", "weight=8x8:wings", "--arch", "sm_90"], ["unknown dtype; known: float64"]),
+    (["rms_norm", *X, "--arch", "H1000"], ["H1000", "sm_90", "a GPU's name such as H100; did you mean 'H100'"]),
+    (["sdpa"], ["--shape and --arch must be given", "q, k, v", example("sdpa")]),
+    (["linear", "--shape", "x=4x4:bfloat16"], ["--arch must be given", example("linear")]),
+    (["concat", "--arch", "sm_90"], ["--shape must be given", "a, b", example("rms_norm")]),
 ])  # fmt: skip
 def test_explain_refuses_bad_input_in_a_line_without_traceback(arguments, said):
     result = run("explain", *arguments)
     assert result.exit_code == 2
     assert all(word in result.stderr for word in said), result.stderr
     assert "Traceback" not in result.stderr and isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize("op", EXAMPLES)
+def test_the_examples_that_a_message_gives_work_as_they_stand(op):
+    result = run(*example(op).split()[1:])
+    assert result.exit_code == 0 and result.stdout.startswith(f"{op} on sm_90: "), result.stderr
+
+
+def test_a_gpus_name_stands_for_its_arch():
+    assert run("explain", "rms_norm", *X, "--arch", "A100").stdout.startswith("rms_norm on sm_80: ")
 
 
 def test_shapes_are_parsed_and_all_wrong_ones_named():
@@ -215,22 +236,46 @@ importlib.util.find_spec = lambda name, *a: None if name.partition(".")[0] in {n
 """
 
 
-@pytest.mark.parametrize(("hidden", "arguments", "extra"), [
-    (("megatron",), ("pretrain", "gpt_tiny"), "layerplan[megatron]"),
-    (("tokenizers", "matplotlib"), ("demo",), "layerplan[train]"),
-    (("megatron", "tokenizers"), ("complete", "checkpoint", "def"), "layerplan[megatron,train]"),
-    (("tokenizers",), ("data", "prepare", "a.txt", "--output-prefix", "out"), "layerplan[train]"),
+@pytest.mark.parametrize(("hidden", "arguments", "extras"), [
+    (("megatron",), ("pretrain", "gpt_tiny"), ("megatron",)),
+    (("tokenizers", "matplotlib"), ("demo",), ("train",)),
+    (("megatron", "tokenizers"), ("complete", "checkpoint", "def"), ("megatron", "train")),
+    (("tokenizers",), ("data", "prepare", "a.txt", "--output-prefix", "out"), ("train",)),
 ])  # fmt: skip
-def test_a_command_without_its_packages_says_what_to_install(hidden, arguments, extra):
+def test_a_command_without_its_packages_says_what_to_install(hidden, arguments, extras):
     done = run_process(*arguments, before=_HIDE.format(names=hidden))
     assert done.returncode == 1
-    assert f"pip install '{extra}'" in done.stderr and hidden[0] in done.stderr
+    assert f"pip install -c constraints.txt -e '.[{','.join(extras)}]'" in done.stderr and hidden[0] in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_explain_without_torch_says_what_to_install():
-    done = run_process("explain", "rms_norm", *X, "--arch", "sm_90", before=_HIDE.format(names=("torch",)))
-    assert done.returncode == 1 and "pip install 'layerplan'" in done.stderr and "Traceback" not in done.stderr
+@pytest.mark.parametrize(("hidden", "arguments"), [
+    ("torch", ("explain", "rms_norm", *X, "--arch", "sm_90")), ("typer", ("--help",)), ("typer", ("pretrain", "gpt_tiny")),
+])  # fmt: skip
+def test_a_checkout_without_a_core_package_says_in_a_line_what_to_install(hidden, arguments):
+    done = run_process(*arguments, before=_HIDE.format(names=(hidden,)))
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == (f"layerplan: {hidden} is not installed: pip install -c constraints.txt -e . "
+                           "('layerplan doctor' says more)\n")  # fmt: skip
+
+
+@pytest.mark.parametrize("hidden", ["typer", "rich"])
+def test_doctor_without_the_packages_that_lay_it_out_prints_its_facts_as_json(hidden):
+    done = run_process("doctor", before=_HIDE.format(names=(hidden,)))
+    assert done.returncode == 1 and done.stderr == f"layerplan: {hidden} is not installed: pip install -c constraints.txt -e .\n"
+    assert json.loads(done.stdout)["packages"][hidden]["location"] is None
+
+
+def test_what_to_install_is_the_readmes_command_in_a_checkout_and_the_name_elsewhere(monkeypatch):
+    assert packages.is_checkout()
+    for extras in ((), ("megatron", "train")):
+        assert packages.install_command(*extras) in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert packages.remedy_for("megatron.core") == packages.install_command("megatron")
+    assert packages.remedy_for("layerplan.integration") is None and packages.remedy_for("") is None
+    assert packages.install_hint("quack").endswith("-e '.[peers]'") and packages.install_hint("triton") == "pip install triton"
+    monkeypatch.setattr(packages, "is_checkout", lambda: False)
+    assert packages.install_command() == "pip install 'layerplan'" and packages.install_hint("quack") == "pip install 'layerplan[peers]'"
+    assert packages.install_command("megatron", "train") == "pip install 'layerplan[megatron,train]'"
 
 
 def test_a_module_of_ours_that_is_not_there_keeps_its_traceback():

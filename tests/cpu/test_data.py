@@ -171,6 +171,12 @@ def test_a_damaged_dataset_is_refused_and_the_file_named(corpus, tmp_path, suffi
     assert [p.field for p in check_data(recipe)[0]] == ["data.prefix"]
 
 
+def test_a_dataset_that_is_not_there_is_one_problem_with_the_command_that_makes_it(tmp_path):
+    (problem,) = check_data(load_recipe("gpt_tiny", [f"data.prefix={tmp_path / 'mine'}"]))[0]
+    assert (problem.field, problem.rule) == ("data.prefix", f"{tmp_path / 'mine.idx'}: no such file")
+    assert problem.remedy == f"prepare the data with: layerplan data prepare INPUT... --output-prefix {tmp_path / 'mine'}"
+
+
 def test_an_index_of_no_documents_is_refused(tmp_path):
     (tmp_path / "out.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 0, 1) + bytes(8))
     (tmp_path / "out.bin").write_bytes(b"")

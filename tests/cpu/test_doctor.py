@@ -66,7 +66,8 @@ def _rendered(facts):
 def test_a_healthy_gpu_machine_has_no_problems(fake):
     facts = fake(packages=_packages(**CLEAN))
     assert facts["problems"] == []
-    assert facts["gpus"][0]["arch"] == "sm_90"
+    assert (facts["gpus"][0]["arch"], facts["gpus"][0]["rates_of"]) == ("sm_90", "H200-SXM")
+    assert "planned as sm_90 with the rates of H200-SXM" in " ".join(_rendered(facts).split())
     assert {e["id"] for e in facts["engines"]} == {e.id for e in MANIFEST}
     rows = {(e["id"], e["arch"]): e for e in facts["engines"]}
     assert rows["linear/torch", "sm_90"]["runs"]
@@ -145,7 +146,8 @@ def test_a_machine_without_driver_and_gpu_is_not_a_problem(fake):
 def test_a_gpu_that_layerplan_does_not_plan_for_is_a_problem(fake):
     old = [{"index": 0, "name": "Tesla V100", "capability": [7, 0], "memory_gib": 16.0}]
     facts = fake(torch={**HEALTHY, "devices": old}, packages=_packages(**CLEAN))
-    assert facts["gpus"][0]["arch"] is None
+    assert facts["gpus"][0]["arch"] is None and facts["gpus"][0]["rates_of"] is None
+    assert "planned as nothing" in _rendered(facts)
     assert any("Tesla V100" in p and "7.0" in p for p in facts["problems"])
     assert "Tesla V100" in _rendered(facts)
 

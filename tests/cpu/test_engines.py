@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from layerplan.integration.engines.arch import ARCHS, Arch
+from layerplan.integration.engines.arch import ARCHS, GPUS, Arch
 from layerplan.integration.engines.contract import BuildContext, Decline, Offer
 from layerplan.integration.engines.manifest import BY_ID, MANIFEST
 from layerplan.integration.graph.autodiff import differentiate
@@ -15,6 +15,7 @@ from layerplan.integration.graph.ops.table import op_table
 from layerplan.integration.planner.cover import region_of
 from layerplan.integration.planner.planner import plan
 from layerplan.integration.planner.policy import Policy
+from tests.cases import taken
 from tests.cases.random_graphs import RandomGraph
 
 torch.set_num_threads(1)
@@ -217,6 +218,15 @@ def test_arch_parse_accepts_usual_spellings_and_suggests_near_ones():
         Arch.parse("sm_91")
 
 
+def test_a_gpus_name_is_its_arch_however_it_is_spelt():
+    names = {"A100": "sm_80", "NVIDIA H100": "sm_90", "h200": "sm_90", "B200": "sm_100", "gb-300": "sm_103", "RTX PRO 6000": "sm_120",
+             "GeForce RTX 4090": "sm_89", "L4": "sm_89"}  # fmt: skip
+    assert {name: Arch.parse(name).name for name in names} == names
+    assert set(GPUS.values()) == {a.name for a in ARCHS.values() if a.is_gpu}
+    with pytest.raises(ValueError, match=r"'H1000': must be one of sm_80, .* or a GPU's name such as H100; did you mean 'H100'\?"):
+        Arch.parse("H1000")
+
+
 def test_manifest_imports_neither_torch_nor_an_engine():
     code = "import sys; import layerplan.integration.engines.manifest as m; print('torch' in sys.modules, [k for k in sys.modules if 'layerplan.kernels.' in k], len(m.MANIFEST))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -228,6 +238,18 @@ def test_manifest_ids_are_unique_and_name_family_and_engine():
     for e in MANIFEST:
         assert e.id.count("/") == 1 and e.load().id == e.id
         assert e.ops == ("*",) or set(e.ops) <= set(op_table()), f"{e.id} names unknown ops"
+
+
+def test_every_engine_takes_the_cases_that_it_took_before():
+    """A decline skips a test: this one says which. ``python -m tests.cases.taken`` writes the table for a change that was meant."""
+    rows = [{(arch, engine, case): row for arch, engines in table.items() for engine, cases in engines.items() for case, row in cases.items()}
+            for table in (taken.frozen(), taken.taken())]  # fmt: skip
+    before, now = rows
+    changed = [f"{' '.join(key)}: {now.get(key, 'declined')}, was {before.get(key, 'declined')}"
+               for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]  # fmt: skip
+    assert not changed, "\n".join(changed)
+    frozen = {arch: tuple(engines) for arch, engines in taken.frozen().items()}
+    assert frozen == taken.FROZEN and all(cases for engines in taken.frozen().values() for cases in engines.values())
 
 
 @pytest.mark.timeout(400)  # a C++ compiler at work: 30 s on an idle core

@@ -26,6 +26,22 @@ def test_llama3_8b_never_runs_a_reference_on_hopper():
     assert not any(e.startswith("reference/") for e in engines), engines
 
 
+def test_text_of_a_plan_says_why_a_reference_runs_on_a_gpu():
+    text = str(estimate_recipe(load_recipe("gpt_tiny"), Arch.parse("sm_90")))
+    part = text.partition("reference   plain PyTorch runs\n")[2].splitlines()
+    assert part[0] == "  sdpa, sdpa_bwd in norm + self attention, because"
+    (dtype,) = [line for line in part if "dtype float32: bfloat16 and float16 only" in line]
+    assert dtype.split(":")[0].strip() == "attention/torch_cudnn, attention/torch_flash"
+    assert any("attention/torch_cpu:" in line and "has no code for sm_90" in line for line in part)
+    held = str(estimate_recipe(load_recipe("gpt_tiny", ["plan.per_module=*.mlp=reference"]), Arch.parse("sm_90")))
+    assert "swiglu" in held and "in norm + mlp (reference), because\n      policy is reference\n" in held
+
+
+@pytest.mark.parametrize(("name", "arch"), [("gpt_125m", "sm_90"), ("gpt_tiny", "cpu")])
+def test_text_of_a_plan_holds_no_reasons_where_none_are_needed(name, arch):
+    assert "reference   " not in str(estimate_recipe(load_recipe(name), Arch.parse(arch)))
+
+
 def test_planning_cost_depends_on_distinct_graphs_and_not_on_layers():
     recipe = load_recipe("llama3_8b", [])
     deep = load_recipe("llama3_8b", ["model.num_layers=128"])

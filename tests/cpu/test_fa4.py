@@ -1,5 +1,5 @@
-"""The engines on flash-attn-4: what they decline, as data; their host code on a double of the kernels; and, where the package is
-installed, that they launch what the package itself launches, and that its code compiles."""
+"""The engines on flash-attn-4: what they decline, as data; their host code on a double of the kernels; and, where the
+package is installed, that they launch what the package itself launches, and that its code compiles."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from layerplan.integration.graph.ir import Dim, GraphBuilder, TensorSpec
 from layerplan.integration.planner.cover import region_of
 from layerplan.integration.planner.planner import PlanError
 from layerplan.integration.planner.policy import Policy
-from layerplan.kernels.attention import fa4
+from layerplan.kernels.attention import fa4, fa4_code
 from tests import oracle
 from tests.cases import fa4_double, faults
 from tests.cases.catalogue import CASES, LARGE, Declined, declined, hold
@@ -35,7 +35,19 @@ ATTENTION = [c for c in (*CASES, *LARGE) if c.op == "sdpa"]
 # ---- what is declined, as data --------------------------------------------------------------------------------------
 
 
-def region(q=(2, 64, 8, 128), k=None, v=None, *, backward=False, dtype="bfloat16", sink=False, mask=False, lse=False, ends=4, **attrs):
+def region(
+    q=(2, 64, 8, 128),
+    k=None,
+    v=None,
+    *,
+    backward=False,
+    dtype="bfloat16",
+    sink=False,
+    mask=False,
+    lse=False,
+    ends=4,
+    **attrs,
+):
     """One sdpa, or its gradient (``lse``: from the LSE too), as a region."""
     k = k or q
     v = v or k
@@ -80,11 +92,19 @@ DECLINES = {
     "sm_120_sink": (dict(sink=True), "sm_120", "sink"),
     "sm_80_backward": (dict(backward=True), "sm_80", "backward"),
     "sm_89_backward": (dict(backward=True), "sm_89", "backward"),
-    "sm_90_grouped_mla_backward": (dict(q=(2, 64, 8, 192), k=(2, 64, 2, 192), v=(2, 64, 2, 128), backward=True), "sm_90", "grouped heads"),
+    "sm_90_grouped_mla_backward": (
+        dict(q=(2, 64, 8, 192), k=(2, 64, 2, 192), v=(2, 64, 2, 128), backward=True),
+        "sm_90",
+        "grouped heads",
+    ),
     "sm_120_wide_backward": (dict(q=(2, 64, 8, 136), backward=True), "sm_120", "136"),
     "sm_100_256_lse": (dict(q=(2, 64, 8, 256), backward=True, lse=True), "sm_100", "LSE"),
     "sm_100_256_sink": (dict(q=(2, 64, 8, 256), backward=True, sink=True), "sm_100", "sink"),
-    "packed_sink_lse": (dict(q=(64, 8, 128), layout="thd", backward=True, sink=True, lse=True), "sm_90", "LSE gradient with a sink"),
+    "packed_sink_lse": (
+        dict(q=(64, 8, 128), layout="thd", backward=True, sink=True, lse=True),
+        "sm_90",
+        "LSE gradient with a sink",
+    ),
     "accumulator": (dict(q=(1, Dim("s", 1 << 24), 8, 128), backward=True), "sm_90", "2^31"),
 }
 
@@ -109,8 +129,16 @@ def test_offers_on_sm_90_say_what_a_launch_costs(name, backward):
     plain, ordered = (answer(region(**OFFERS[name], backward=backward), engine=e) for e in ENGINES)
     assert isinstance(plain, Offer) and isinstance(ordered, Offer)
     assert plain.deterministic is not backward and ordered.deterministic
-    assert plain.capture_safe and plain.ahead_of_time and (plain.workspace_bytes > 0) == (backward or "lse" not in OFFERS[name])
-    assert (ordered.efficiency < plain.efficiency and ordered.workspace_bytes > plain.workspace_bytes) if backward else ordered == plain
+    assert (
+        plain.capture_safe
+        and plain.ahead_of_time
+        and (plain.workspace_bytes > 0) == (backward or "lse" not in OFFERS[name])
+    )
+    assert (
+        (ordered.efficiency < plain.efficiency and ordered.workspace_bytes > plain.workspace_bytes)
+        if backward
+        else ordered == plain
+    )
 
 
 def test_forward_alone_is_offered_on_sm_80_and_both_passes_on_every_newer_arch():
@@ -133,7 +161,7 @@ def test_without_the_package_the_manifest_names_it():
     for engine in ENGINES:
         entry = BY_ID[engine]
         absent = entry.absent()
-        assert absent is None or "'flash_attn.cute.cache_utils', which is not installed" in absent
+        assert absent is None or "'flash-attn-4', which is not installed" in absent
         assert entry.needs[1].startswith("flash_attn.cute."), "flash-attn 2 has a flash_attn, and no cute.cache_utils"
 
 
@@ -146,20 +174,32 @@ def double(monkeypatch):
     monkeypatch.setattr(ops, "_runners", {})
 
 
-@pytest.mark.parametrize(("engine", "how"), [*((ENGINES[0], how) for how in ("plain", "strided", "offset")), (ENGINES[1], "plain")])
+@pytest.mark.parametrize(
+    ("engine", "how"), [*((ENGINES[0], how) for how in ("plain", "strided", "offset")), (ENGINES[1], "plain")]
+)
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.id)
 def test_engine_gives_the_kernels_what_they_were_compiled_for(case, engine, how, double):
     try:
         hold(case, "cpu", torch.bfloat16, how, engine=engine)
     except Declined as reason:
-        assert case.id.removeprefix("attention-") in ("mask", "odd_dim", "packed_sink_window", "no_queries", "no_keys"), reason
+        assert case.id.removeprefix("attention-") in (
+            "mask",
+            "odd_dim",
+            "packed_sink_window",
+            "no_queries",
+            "no_keys",
+        ), reason
         if case.id == "attention-packed_sink_window":  # its sink and its LSE gradient are tried one at a time
             hold(case, "cpu", torch.bfloat16, how, upto=1, engine=engine)
 
 
 # what only a kernel can get wrong is left to GPUs: the double takes one sequence after the other
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("case", [c for c in faults.ATTENTION if c is not faults.case_09_batch_of_5500_single_tokens], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [c for c in faults.ATTENTION if c is not faults.case_09_batch_of_5500_single_tokens],
+    ids=lambda c: c.__name__,
+)
 def test_fault_is_absent(case, engine, double):
     try:
         case("cpu", engine, **faults.SMALL.get(case, {}))
@@ -167,7 +207,9 @@ def test_fault_is_absent(case, engine, double):
         if case is faults.case_04_context_parallel_equals_one_rank:
             assert "float32" in declined(error)
         else:
-            assert case is faults.case_08_slices_are_bitwise_equal_in_deterministic_mode and engine == "attention/fa4", error
+            assert (
+                case is faults.case_08_slices_are_bitwise_equal_in_deterministic_mode and engine == "attention/fa4"
+            ), error
 
 
 @pytest.mark.parametrize("layout", ["bshd", "sbhd"])
@@ -182,10 +224,22 @@ def test_expanded_and_odd_strides_are_copied_before_a_launch(double):
     gen = torch.Generator().manual_seed(0)
     q = torch.randn(2, 9, 4, 16, generator=gen).to(torch.bfloat16)
     k = torch.randn(2, 9, 1, 16, generator=gen).to(torch.bfloat16)
-    want = ops.attention(q, k.repeat(1, 1, 2, 1), k.repeat(1, 1, 2, 1), causal=False, engine="attention/fa4", policy=Policy())
-    oracle.equal(ops.attention(q, k.expand(2, 9, 2, 16), k.expand(2, 9, 2, 16), causal=False, engine="attention/fa4", policy=Policy()), want)
+    want = ops.attention(
+        q, k.repeat(1, 1, 2, 1), k.repeat(1, 1, 2, 1), causal=False, engine="attention/fa4", policy=Policy()
+    )
+    oracle.equal(
+        ops.attention(
+            q, k.expand(2, 9, 2, 16), k.expand(2, 9, 2, 16), causal=False, engine="attention/fa4", policy=Policy()
+        ),
+        want,
+    )
     odd = torch.zeros(2, 9, 4 * 16 + 3, dtype=torch.bfloat16)[..., : 4 * 16].copy_(q.flatten(2)).unflatten(-1, (4, 16))
-    oracle.equal(ops.attention(odd, k.repeat(1, 1, 2, 1), k.repeat(1, 1, 2, 1), causal=False, engine="attention/fa4", policy=Policy()), want)
+    oracle.equal(
+        ops.attention(
+            odd, k.repeat(1, 1, 2, 1), k.repeat(1, 1, 2, 1), causal=False, engine="attention/fa4", policy=Policy()
+        ),
+        want,
+    )
 
 
 def test_cumulative_lengths_of_64_bits_are_converted(double):
@@ -241,7 +295,7 @@ LAUNCHES = {
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_120", "sm_100"])
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_launches_are_those_of_the_package(name, arch, monkeypatch):
-    """The package's own function and the engine, both on fake tensors and with launches written down instead of made."""
+    """The package's own function and the engine, both on fake tensors, launches written down instead of made."""
     interface = pytest.importorskip("flash_attn.cute.interface")
     w = {"heads": (4, 4), "d": 128, "s": (300, 420), "packed": False, "window": (None, None), "causal": False, "longest": (None, None),
          "sink": None, "dlse": False, "deterministic": False, "layout": "bshd", **LAUNCHES[name]}  # fmt: skip
@@ -258,9 +312,11 @@ def test_launches_are_those_of_the_package(name, arch, monkeypatch):
     capability = ARCHS[arch].capability
     monkeypatch.setattr(interface, "_get_device_arch", lambda: 10 * capability[0] + capability[1])
     monkeypatch.setattr(interface, "get_num_sms_for_selection", lambda *_: ARCHS[arch].sms)
-    monkeypatch.setattr(fa4, "_compiled", {})
+    monkeypatch.setattr(fa4_code, "_compiled", {})
     for backward in (False, True):
-        r = region(*(turn(s) for s in specs.values()), backward=backward, sink=w["sink"] is not None, lse=w["dlse"], **attrs)
+        r = region(
+            *(turn(s) for s in specs.values()), backward=backward, sink=w["sink"] is not None, lse=w["dlse"], **attrs
+        )
         if w["sink"] is not None:
             r = _with_dtype(r, ("sink", "dsink"), str(w["sink"]).removeprefix("torch."))
         engine = BY_ID[ENGINES[w["deterministic"]]].load()
@@ -269,7 +325,9 @@ def test_launches_are_those_of_the_package(name, arch, monkeypatch):
         ours, theirs = _both(r, arch, engine, interface, seen, w)
         assert ours and len(ours) == len(theirs)
         for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert list(map(_described, a)) == list(map(_described, b)), f"launch {number} of {'backward' if backward else 'forward'}"
+            assert list(map(_described, a)) == list(map(_described, b)), (
+                f"launch {number} of {'backward' if backward else 'forward'}"
+            )
 
 
 def _with_dtype(r, ports, dtype):
@@ -286,7 +344,10 @@ def _both(r, arch, engine, interface, seen, w):
     launch = engine.build(BuildContext(r, ARCHS[arch], Offer(1.0))).launch
     seen.clear()
     with FakeTensorMode():
-        t = {p: torch.empty(r.graph.specs[v].shape, dtype=getattr(torch, r.graph.specs[v].dtype), device="cuda") for p, v in node.inputs}
+        t = {
+            p: torch.empty(r.graph.specs[v].shape, dtype=getattr(torch, r.graph.specs[v].dtype), device="cuda")
+            for p, v in node.inputs
+        }
         launch(*(t[p] for p, _ in sorted(node.inputs, key=lambda pv: r.graph.inputs.index(pv[1]))))
         ours = list(seen)
         seen.clear()
@@ -295,9 +356,24 @@ def _both(r, arch, engine, interface, seen, w):
         options = {"causal": w["causal"], "window_size_left": w["window"][0], "window_size_right": w["window"][1], "learnable_sink": t.get("sink"),
                    "softmax_scale": 1 / math.sqrt(w["d"])}  # fmt: skip
         if packed:
-            options |= {"cu_seqlens_q": t["cu_seqlens_q"], "cu_seqlens_k": t["cu_seqlens_k"], "max_seqlen_q": w["longest"][0], "max_seqlen_k": w["longest"][1]}
+            options |= {
+                "cu_seqlens_q": t["cu_seqlens_q"],
+                "cu_seqlens_k": t["cu_seqlens_k"],
+                "max_seqlen_q": w["longest"][0],
+                "max_seqlen_k": w["longest"][1],
+            }
         if backward:
-            interface._flash_attn_bwd(q, k, v, turn(t["out"]), turn(t["dout"]), t["lse"], dlse=t.get("dlse"), deterministic=w["deterministic"], **options)
+            interface._flash_attn_bwd(
+                q,
+                k,
+                v,
+                turn(t["out"]),
+                turn(t["dout"]),
+                t["lse"],
+                dlse=t.get("dlse"),
+                deterministic=w["deterministic"],
+                **options,
+            )
         else:
             options |= {"max_seqlen_q": None, "max_seqlen_k": None} if packed else {}
             out = turn(torch.empty((*t["q"].shape[:-1], v.shape[-1]), dtype=q.dtype, device="cuda"))
@@ -310,12 +386,14 @@ def test_both_passes_compile_for_sm_90_without_a_gpu():
     pytest.importorskip("flash_attn.cute.cache_utils")
     code = """
 from layerplan.integration.engines.arch import ARCHS
-from layerplan.kernels.attention import fa4
-code = fa4._Code(ARCHS["sm_90"], "bfloat16", 128, 128, 4, True, True, False, False, sink="float32")
-kernels = fa4.backward_kernels(code)
-assert fa4.forward_kernel(code) is fa4.forward_kernel(code) and fa4.backward_kernels(code) is kernels
+from layerplan.kernels.attention import fa4_code
+code = fa4_code.Code(ARCHS["sm_90"], "bfloat16", 128, 128, 4, True, True, False, False, sink="float32")
+kernels = fa4_code.backward_kernels(code)
+assert fa4_code.forward_kernel(code) is fa4_code.forward_kernel(code) and fa4_code.backward_kernels(code) is kernels
 print(kernels.tile_m, kernels.tile_n, kernels.cluster, kernels.multiple, len(kernels.post))
 """
     env = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=450, env=env)
-    assert done.returncode == 0 and done.stdout.split() == ["64", "128", "1", "32", "3"], done.stdout + done.stderr[-2000:]
+    assert done.returncode == 0 and done.stdout.split() == ["64", "128", "1", "32", "3"], (
+        done.stdout + done.stderr[-2000:]
+    )

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from layerplan.integration.graph.autodiff import differentiate
-from layerplan.integration.graph.ir import Dim, Graph, GraphBuilder, GraphError, TensorSpec
+from layerplan.integration.graph.ir import Dim, Graph, GraphBuilder, GraphError, ScaleSpec, TensorSpec
+from layerplan.integration.graph.ops.table import op_table
 from layerplan.integration.graph.verify import verify
 from tests.cases.random_graphs import RandomGraph
 
@@ -48,6 +49,34 @@ def test_signature_tells_apart_equal_dims_from_different_ones():
         return b.build([b.op("sdpa", q=q, k=k, v=k)])
 
     assert graph("s").signature() != graph("t").signature()
+
+
+def test_signature_and_canonical_form_hold_how_a_tensor_is_scaled():
+    def graph(scale):
+        b = GraphBuilder()
+        return b.build([b.op("split", x=b.input("x", TensorSpec((8, 256), "float8_e4m3fn", scale=scale)), first=128)[0]])
+
+    plain, blocks, rows = graph(None), graph(ScaleSpec((1, 128))), graph(ScaleSpec((1, 0)))
+    assert blocks.canonical()["inputs"][0][3] == ((1, 128), "float32", "row") and plain.canonical()["inputs"][0][3] is None
+    assert len({g.signature() for g in (plain, blocks, rows, graph(ScaleSpec((1, 128), "float8_e8m0fnu")))}) == 4
+    assert graph(ScaleSpec((1, 128))).signature() == blocks.signature()
+
+
+@pytest.mark.parametrize("name", ["groups", "queries_per_group", "head_dim"])
+def test_a_split_of_qkv_without_one_of_its_sizes_is_a_graph_error(name):
+    b, sizes = GraphBuilder(), {"groups": 2, "queries_per_group": 2, "head_dim": 4}
+    x = b.input("x", spec(3, 32))
+    with pytest.raises(GraphError, match=f"qkv_split: attribute '{name}' must be given"):
+        b.op("qkv_split", x=x, **{k: v for k, v in sizes.items() if k != name})
+
+
+def test_ops_that_only_move_values_cost_no_flops_and_sums_do():
+    table, x = op_table(), spec(4, 8, 16)
+    layouts = [op for op in table.values() if op.kind == "layout"]
+    assert {"qkv_split", "qkv_merge", "split", "concat", "zeros_like", "flatten_heads"} <= {op.name for op in layouts}
+    assert all(op.cost({"x": x}, {"y": x}, {})[0] == 0 for op in layouts)
+    assert table["sum_heads"].cost({"x": x}, {"y": spec(4, 1, 16)}, {})[0] == 4 * 8 * 16
+    assert table["add"].cost({"a": x, "b": x}, {"y": x}, {})[0] == 4 * 8 * 16
 
 
 def test_signature_is_the_same_in_another_process():

@@ -1,5 +1,6 @@
 """Every op, forward and backward, on every CPU engine: against float64, with odd sizes, strides, offsets and no rows."""
 
+import inspect
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from layerplan.integration import ops
 from tests import oracle
 from tests.cases.catalogue import BY_ID, CASES, Declined, engines_for, hold
+from tests.cases.taken import must_take
 
 torch.set_num_threads(1)
 ROWS = [(c.id, d, e) for c in (*CASES, BY_ID["attention-no_queries"], BY_ID["attention-no_keys"]) for d in c.dtypes for e in engines_for(c.op, "cpu", inductor=False)]
@@ -25,6 +27,7 @@ def test_engine_is_as_exact_as_pytorch_or_declines_with_a_reason(row):
         hold(BY_ID[name], "cpu", dtype, engine=engine, upto=1 if engine.startswith("attention/") else None)
     except Declined as reason:
         assert not engine.startswith("reference/"), f"the reference must take everything: {reason}"
+        assert not must_take("cpu", engine, name, dtype), f"{engine} took this before: {reason}"
         pytest.skip(f"{engine} declines: {reason}")
 
 
@@ -96,6 +99,44 @@ def test_layouts_of_attention_agree_bitwise():
         a = ops.attention(q, k, v, causal=True, engine=engine)
         b = ops.attention(*(x.transpose(0, 1) for x in (q, k, v)), causal=True, layout="sbhd", engine=engine)
         oracle.equal(b.transpose(0, 1), a, engine)
+
+
+ENGINE = "engine=None policy=None"
+NORM = f"x weight * eps bias=None residual=None zero_centered=False {ENGINE}"
+GATED = f"gate_up * clamp=None row_weight=None {ENGINE}"
+SIGNATURES = {
+    "rms_norm": NORM,
+    "layer_norm": NORM,
+    "linear": f"x w bias=None * {ENGINE}",
+    "rope": f"x cos sin * positions=None interleaved=False inverse=False {ENGINE}",
+    "swiglu": GATED,
+    "geglu": GATED,
+    "gelu": GATED.replace("gate_up", "x"),
+    "squared_relu": GATED.replace("gate_up", "x"),
+    "bias_dropout_add": f"x residual * bias=None p=0.0 rng=None {ENGINE}",
+    "cross_entropy": f"logits targets * ignore_index=-100 {ENGINE}",
+    "attention": "q k v * causal window=(None,None) sink=None softmax_scale=None cu_seqlens_q=None cu_seqlens_k=None max_seqlen_q=None "
+                 f"max_seqlen_k=None return_lse=False rng=None dropout=0.0 mask=None layout=None {ENGINE}",
+}  # fmt: skip
+
+
+def _signature(function):
+    """Names in order, ``*`` before the first that is passed by name alone, defaults."""
+    words, by_name = [], False
+    for p in inspect.signature(function).parameters.values():
+        assert p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY), f"{function.__name__}: {p}"
+        if p.kind is p.KEYWORD_ONLY and not by_name:
+            words.append("*")
+            by_name = True
+        words.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}".replace(" ", ""))
+    return " ".join(words)
+
+
+def test_signatures_of_the_functional_api_are_frozen():
+    functions = {n: f for n, f in vars(ops).items() if inspect.isfunction(f) and f.__module__ == ops.__name__ and not n.startswith("_")}
+    found = {n: _signature(f) for n, f in functions.items() if "engine" in inspect.signature(f).parameters}
+    assert found == SIGNATURES
+    assert all(f.__name__ == n and f.__doc__ for n, f in functions.items())
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------

@@ -142,6 +142,8 @@ def test_the_wheel_works_from_where_it_is_unpacked(built, tmp_path):
     zipfile.ZipFile(built["wheel"]).extractall(tmp_path / "site")
     where, _ = python(SMOKE, cwd=tmp_path, path=tmp_path / "site").stdout.split()
     assert Path(where).parent == tmp_path / "site" / "layerplan"
+    code = "from layerplan.integration.engines.packages import install_command; print(install_command('train'))"
+    assert python(code, cwd=tmp_path, path=tmp_path / "site").stdout == "pip install 'layerplan[train]'\n"
     assert "No module named 'modules'" in python("import modules", cwd=tmp_path, path=tmp_path / "site", check=False).stderr
 
 
@@ -207,11 +209,11 @@ def test_dependencies_and_extras_are_frozen():
     assert any(d.startswith("nvidia-cutlass-dsl[cu13]>=4.8") for d in gpu_only)
 
 
-def test_the_commands_know_what_each_extra_brings():
+def test_the_commands_demand_what_each_extra_brings_and_the_code_imports():
     from layerplan.integration.cli import EXTRAS
 
-    modules = {"megatron": ["megatron"], "train": [_name(d) for d in _project()["optional-dependencies"]["train"]]}
-    assert {extra: list(names) for extra, names in EXTRAS.items()} == modules
+    imported = [d for d in map(_name, _project()["optional-dependencies"]["train"]) if d != "omegaconf"]  # no code reads it
+    assert {extra: list(names) for extra, names in EXTRAS.items()} == {"megatron": ["megatron.core"], "train": imported}
 
 
 def test_constraints_pin_every_direct_dependency_and_hold_no_address():

@@ -12,7 +12,7 @@ from layerplan.integration.engines import contract
 from layerplan.integration.engines.arch import ARCHS
 from layerplan.integration.engines.contract import Decline, Offer
 from layerplan.integration.engines.manifest import BY_ID
-from layerplan.integration.graph.ir import Dim, GraphBuilder, TensorSpec
+from layerplan.integration.graph.ir import Dim, GraphBuilder
 from layerplan.integration.planner import plan_file
 from layerplan.integration.planner.cover import convex, grow
 from layerplan.integration.planner.plan_file import Pin, Pins, PlanFileError, pins_of
@@ -22,22 +22,11 @@ from layerplan.integration.planner.runner import Runner, WeightGrads
 from layerplan.integration.planner.shapes import SpecMaker
 from layerplan.modules.base import apply_policy
 from layerplan.modules.norm import Norm
+from tests.cases.graphs import T, bf16, needs_triton, sdpa
 from tests.cases.random_graphs import RandomGraph
 
 torch.set_num_threads(1)
 SM90, CPU = ARCHS["sm_90"], ARCHS["cpu"]
-T = Dim("t", 1024)
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the inductor engine needs the package triton")
-
-
-def bf16(*shape):
-    return TensorSpec(shape, "bfloat16")
-
-
-def sdpa():
-    b = GraphBuilder()
-    q, k, v = (b.input(n, bf16(2, 64, 8, 64)) for n in "qkv")
-    return b.build([b.op("sdpa", q=q, k=k, v=v)])
 
 
 def linear_graph(hint=1024):

@@ -10,22 +10,18 @@ import torch
 
 from layerplan.integration import ops
 from layerplan.integration.engines.arch import ARCHS
+from layerplan.integration.engines.manifest import BY_ID, MANIFEST
 from layerplan.integration.graph.autodiff import differentiate
-from layerplan.integration.graph.ir import Dim, GraphBuilder, TensorSpec
+from layerplan.integration.graph.ir import GraphBuilder, TensorSpec
 from layerplan.integration.planner import cover
 from layerplan.integration.planner.cover import grow, region_of
 from layerplan.integration.planner.planner import PlanError, plan, primary_outputs
 from layerplan.integration.planner.policy import Policy
+from tests.cases.graphs import T, bf16, needs_triton, sdpa
 from tests.cases.random_graphs import RandomGraph
 
 torch.set_num_threads(1)
 SM90, CPU = ARCHS["sm_90"], ARCHS["cpu"]
-T = Dim("t", 1024)
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the inductor engine needs the package triton")
-
-
-def bf16(*shape):
-    return TensorSpec(shape, "bfloat16")
 
 
 def layer():
@@ -37,12 +33,6 @@ def layer():
     y, h = b.op("rms_norm", x=x, weight=g, residual=res)
     out = b.op("linear", x=b.op("swiglu", x=b.op("linear", x=y, weight=w1)), weight=w2)
     return b.build([b.op("bias_dropout_add", x=out, residual=h)])
-
-
-def sdpa(**attrs):
-    b = GraphBuilder()
-    q, k, v = (b.input(n, bf16(2, 64, 8, 64)) for n in "qkv")
-    return b.build([b.op("sdpa", q=q, k=k, v=v, **attrs)])
 
 
 def engines(p):
@@ -288,3 +278,14 @@ def test_functional_call_refuses_an_unknown_policy():
     with pytest.raises(ValueError, match="fast"):
         ops.rms_norm(torch.randn(2, 4), torch.ones(4), eps=1e-5, policy="fast")
     assert differentiate(layer(), (True,) * 5).grad_outputs == (0,)
+
+
+def test_an_engine_on_trial_runs_only_where_it_is_named(monkeypatch):
+    on_trial = dataclasses.replace(BY_ID["attention/torch_flash"], trial=True)
+    monkeypatch.setitem(BY_ID, on_trial.id, on_trial)
+    monkeypatch.setattr(cover, "MANIFEST", tuple(on_trial if e.id == on_trial.id else e for e in MANIFEST))
+    (region,) = plan(sdpa(window=(128, 0)), SM90).forward.regions
+    assert region.engine != on_trial.id
+    assert "on trial" in next(c.reason for c in region.candidates if c.engine == on_trial.id)
+    (region,) = plan(sdpa(window=(128, 0)), SM90, Policy(engine=on_trial.id)).forward.regions
+    assert region.engine == on_trial.id

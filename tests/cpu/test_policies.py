@@ -142,7 +142,7 @@ def test_every_graph_of_the_estimate_belongs_to_modules_that_patterns_can_name()
     recipe = load_recipe("gpt_tiny", ["model.qk_norm=true"])
     names = set(module_names(recipe))
     for graph in estimate_recipe(recipe, Arch.parse("cpu")).graphs:
-        assert set(modules_of(recipe, graph.name)) <= names, graph.name
+        assert set(modules_of(recipe, graph.kind)) <= names, graph.name
     assert len(names) == 2 * recipe.model.num_layers + 1
 
 

@@ -115,7 +115,7 @@ def test_an_unknown_recipe_suggests_the_right_one():
         (["parallel.sequence=true"], "parallel.sequence"), (["parallel.tensor=2", "parallel.sequence=true", "model.seq_length=127"], "model.seq_length"),
         (["parallel.tensor=2", "parallel.sequence=true", "plan.layers=megatron_local"], "parallel.sequence"),
         (["parallel.overlap_param_gather=true"], "parallel.overlap_param_gather"), (["train.global_batch=7"], "train.global_batch"),
-        (["schedule.warmup_steps=400"], "schedule.warmup_steps"), (["schedule.decay_steps=10"], "schedule.warmup_steps"),
+        (["schedule.warmup_steps=400"], "schedule.warmup_steps"), (["schedule.decay_steps=10", "schedule.warmup_steps=10"], "schedule.warmup_steps"),
         (["optimizer.min_lr=1"], "optimizer.min_lr"), (["train.eval_every_steps=-1"], "train.eval_every_steps"),
         (["train.eval_batches=0"], "train.eval_batches"), (["train.eval_every_steps=5"], "data.split"),
         (["train.eval_every_steps=5", "data.split=99,0,1"], "data.split"), (["plan.file=p.json", "plan.layers=megatron_local"], "plan.file"),

@@ -7,6 +7,7 @@ import torch
 
 import layerplan
 from layerplan.integration.engines.arch import ARCHS
+from layerplan.integration.engines.contract import Offer
 from layerplan.integration.engines.manifest import MANIFEST
 from layerplan.integration.graph.ir import GraphBuilder, TensorSpec
 from layerplan.integration.planner.planner import PlanError, plan
@@ -166,6 +167,23 @@ def test_text_of_an_explanation_names_every_candidate_forward_and_backward():
     assert json.loads(json.dumps(found.to_json()))["chosen"] == "attention/torch_cudnn"
 
 
+def test_explanation_says_what_each_engine_offers_beside_its_time_in_text_and_json():
+    found = layerplan.explain("sdpa", QKV, "sm_90")
+    data = json.loads(json.dumps(found.to_json()))
+    by_engine = {c["engine"]: c["offer"] for _, candidates in data["backward"] for c in candidates}
+    assert by_engine["attention/torch_cpu"] is None, "it declined"
+    offer = by_engine["attention/torch_flash"]
+    assert (offer["launches"], offer["workspace_bytes"], offer["capture_safe"], offer["deterministic"], offer["ahead_of_time"]) == (3, 0, True, False, True)
+    lines = [line for line in str(found).splitlines() if "attention/torch_flash" in line]
+    assert len(lines) == 2 and "3 launches, not deterministic, compiles ahead" in lines[1] and "not deterministic" not in lines[0]
+
+
+def test_an_offer_in_words_names_what_is_not_usual():
+    offer = Offer(0.5, launches=2, workspace_bytes=3 << 20, capture_safe=False, deterministic=False, emulated=True, knobs=(("tile", 64),))
+    assert str(offer) == "2 launches, 3.0 MiB workspace, not in a CUDA graph, not deterministic, emulated"
+    assert str(Offer(0.5)) == "1 launch" and offer.to_json()["knobs"] == {"tile": 64}
+
+
 def test_explanation_under_a_policy_that_leaves_no_engine_gives_the_reasons_under_that_policy():
     found = layerplan.explain("sdpa", {**QKV, "sink": ((8,), "float32")}, "sm_90", policy="strict")
     assert found.chosen is None and "strict" in found.error
@@ -185,6 +203,23 @@ def test_explanation_says_why_the_chosen_one_is_chosen():
     assert (alone.engine, alone.reason) == ("reference/eager", "the only engine that offers")
 
 
+def test_an_offer_that_lost_says_by_how_much_and_to_whom():
+    rows = {c.engine: c for c in layerplan.explain("rms_norm", NORM, "sm_90").candidates}
+    best, slow = rows["norm/torch"], rows["pointwise/inductor"]
+    assert best.chosen and slow.seconds > best.seconds
+    assert slow.reason == f"slower: {slow.seconds * 1e6:.1f} us predicted, norm/torch {best.seconds * 1e6:.1f} us"
+
+
+def test_an_offer_for_fewer_ops_says_how_many_the_chosen_one_covers():
+    b = GraphBuilder()
+    x, row = (b.input(n, TensorSpec((64, 32), "bfloat16")) for n in ("x", "r"))
+    made = layerplan.plan(b.build([b.op("add", a=b.op("gelu", x=x), b=row)]), ARCHS["sm_90"])
+    (region,) = made.forward.regions
+    reasons = {c.engine: c.reason for c in region.candidates}
+    assert region.engine == "pointwise/inductor" and reasons["pointwise/inductor"].startswith("covers the most ops of ")
+    assert reasons["reference/eager"] == "covers 1 op, pointwise/inductor covers 2"
+
+
 # ---- plan -----------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +237,8 @@ def test_text_and_json_of_a_plan_name_every_region_its_engine_and_every_other_ca
     assert [(r["pass"], r["ops"], r["engine"]) for r in rows][:2] == [("forward", ["all_gather"], "runner"), ("forward", ["linear"], "linear/torch")]
     assert {"linear_dgrad", "linear_wgrad", "reduce_scatter"} <= {op for r in rows if r["pass"] == "backward" for op in r["ops"]}
     assert "a collective: issued by the runner" in text
+    linear = next(r for r in rows if r["ops"] == ["linear"])
+    assert (linear["workspace_bytes"], linear["capture_safe"], linear["deterministic"], linear["ahead_of_time"], linear["knobs"]) == (0, True, True, True, {})
     for r in rows:
         for c in r["candidates"]:
             assert c["engine"] in text and c["reason"] in text

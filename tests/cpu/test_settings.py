@@ -7,19 +7,28 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from layerplan.integration import settings as module
-from layerplan.integration.settings import VARIABLES, Settings, SettingsError, relevant_environment, settings
+from layerplan.integration.settings import POLICIES, VARIABLES, Settings, SettingsError, relevant_environment, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_list_of_variables_is_frozen():
     assert tuple(VARIABLES) == (
-        "LAYERPLAN_CHECK", "LAYERPLAN_POLICY", "LAYERPLAN_DETERMINISTIC", "LAYERPLAN_CACHE_DIR", "LAYERPLAN_LOG",
+        "LAYERPLAN_CHECK", "LAYERPLAN_POLICY", "LAYERPLAN_DETERMINISTIC", "LAYERPLAN_LOG",
     )  # fmt: skip
+
+
+def test_the_policies_are_said_once_and_recipes_take_the_same():
+    from layerplan.integration.planner import policy
+    from layerplan.recipes.config import Plan
+
+    assert POLICIES == ("auto", "strict", "reference") and policy.POLICIES is POLICIES
+    assert get_args(get_type_hints(Plan)["policy"]) == POLICIES
 
 
 def test_every_variable_has_a_field_and_every_field_a_variable():
@@ -31,15 +40,14 @@ def test_nothing_set_gives_the_defaults():
     made = Settings.from_env({"HOME": "/somewhere", "PATH": ""})
     assert made == Settings()
     assert (made.check, made.policy, made.deterministic, made.log) == (False, "auto", False, "warning")
-    assert made.cache_dir.is_absolute()
 
 
 def test_values_are_typed():
     made = Settings.from_env({
         "LAYERPLAN_CHECK": "1", "LAYERPLAN_POLICY": "Strict", "LAYERPLAN_DETERMINISTIC": " yes ",
-        "LAYERPLAN_CACHE_DIR": "~/kernels", "LAYERPLAN_LOG": "DEBUG",
+        "LAYERPLAN_LOG": "DEBUG",
     })  # fmt: skip
-    assert made == Settings(check=True, policy="strict", deterministic=True, cache_dir=Path.home() / "kernels", log="debug")
+    assert made == Settings(check=True, policy="strict", deterministic=True, log="debug")
 
 
 @pytest.mark.parametrize("value", ["0", "false", "no", "off", "OFF", ""])

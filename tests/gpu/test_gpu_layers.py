@@ -78,7 +78,9 @@ def test_layer_is_as_exact_as_its_references(layer):
     ours, _, runner = _run(layer, torch.bfloat16, "cuda", Policy("strict"))
     for name, a, r, p in zip(names, ours, truth, peer, strict=True):
         oracle.compare(a, r, p, f"{layer}: {name}")
-    assert runner.regions()
+    ran = [(stage, r.ops, r.engine) for stage, _, r in runner.regions()]
+    assert {stage for stage, *_ in ran} == {"forward", "backward"}
+    assert not [row for row in ran if row[2].startswith("reference/")], "a policy of strict lets no reference run"
 
 
 @pytest.mark.parametrize("layer", LAYERS)

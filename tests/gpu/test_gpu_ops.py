@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from layerplan.integration import ops
+from layerplan.integration.engines.arch import Arch
 from layerplan.integration.planner.planner import PlanError
 from layerplan.integration.planner.policy import Policy
 from tests import oracle
 from tests.cases.catalogue import BY_ID, CASES, LARGE, Declined, declined, engines_for, hold
+from tests.cases.taken import must_take
 
 # a generated kernel costs seconds a region: each kind of region once
 GENERATED = ("rms_norm-odd_769", "rms_norm-fp32_weight_all", "layer_norm-bias_zero_centred", "rms_norm-no_rows", "swiglu-clamp_weights",
@@ -28,6 +30,7 @@ def _run(name, dtype, engine, how="plain"):
         if "LSE gradient" in str(reason):
             return hold(BY_ID[name], "cuda", dtype, how, engine=engine, upto=1)
         assert not engine.startswith("reference/"), f"the reference must take everything: {reason}"
+        assert not must_take(Arch.of_device(0).name, engine, name, dtype), f"{engine} took this before: {reason}"
         pytest.skip(f"{engine} declines: {reason}")
 
 

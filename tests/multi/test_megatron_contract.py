@@ -9,6 +9,7 @@ import textwrap
 import warnings
 
 import pytest
+import torch
 
 warnings.filterwarnings("ignore")
 
@@ -24,8 +25,11 @@ from megatron.core.transformer import (  # noqa: E402  # noqa: E402
     transformer_block,
     transformer_layer,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from layerplan.integration.megatron import compat  # noqa: E402
+from layerplan.integration.megatron import layers as own  # noqa: E402
+from layerplan.integration.megatron.config_map import ConfigError, check_config  # noqa: E402
 
 finalize_model_grads = importlib.import_module(
     "megatron.core.distributed.finalize_model_grads"
@@ -104,6 +108,11 @@ SIGNATURES = {
         "pp_layer_offset name",
     ),
 }
+# What MLA builds as duplicated linears; the class itself cannot be inspected without Transformer Engine.
+TE_LINEAR = (
+    "input_size output_size parallel_mode config init_method bias skip_bias_add skip_weight_param_allocation "
+    "tp_comm_buffer_name is_expert symmetric_ar_type tp_group name gtp_remat_group"
+)
 FIELDS = {
     transformer_layer.TransformerLayerSubmodules: "input_layernorm self_attention self_attn_bda pre_cross_attn_layernorm "
     "cross_attention cross_attn_bda pre_mlp_layernorm mlp mlp_bda sharded_state_dict_keys_map",
@@ -188,6 +197,65 @@ def test_megatron_is_of_the_release_that_the_patches_were_run_with():
 def test_signature_is_the_one_the_slots_answer(name):
     function, want = SIGNATURES[name]
     assert names(function) == want
+
+
+# Megatron's signature -> the slot of ours that answers it.
+OURS = {"norm": own.Norm, "core attention": own.CoreAttention, "core attention.forward": own.CoreAttention.forward,
+        "mlp.forward": own.MLP.forward}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*OURS, "duplicated linear"])
+def test_our_slot_names_every_argument_of_megatrons_and_swallows_none(name):
+    target, theirs = OURS.get(name, own.DuplicatedLinear), SIGNATURES.get(name, (None, TE_LINEAR))[1]
+    taken = inspect.signature(target).parameters
+    wanted = {argument.rstrip("!") for argument in theirs.split()} - {"cls", "*", "**kwargs"}
+    assert wanted <= set(taken), wanted - set(taken)
+    assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in taken.values())
+
+
+def test_linear_of_transformer_engine_takes_the_arguments_that_our_duplicated_one_answers():
+    te = inspect.getsource(importlib.import_module("megatron.core.extensions.transformer_engine"))
+    (tree,) = [node for node in ast.walk(ast.parse(te)) if isinstance(node, ast.ClassDef) and node.name == "TELinear"]
+    init = next(f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == "__init__").args
+    assert [a.arg for a in (*init.args[1:], *init.kwonlyargs)] == TE_LINEAR.split()
+
+
+def _config(**changes):
+    options = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "use_cpu_initialization": True, "normalization": "RMSNorm"}
+    return TransformerConfig(**options, **changes)
+
+
+def test_norm_takes_what_repeats_the_config_and_refuses_what_differs():
+    assert own.Norm(_config(), 8, persist_layer_norm=True, zero_centered_gamma=False, normalization="RMSNorm").attrs.op == "rms_norm"
+    with pytest.raises(ValueError, match=r"normalization = 'LayerNorm': the config says 'RMSNorm'; leave it out"):
+        own.Norm(_config(), 8, normalization="LayerNorm")
+    with pytest.raises(ValueError, match=r"zero_centered_gamma = True: the config says False"):
+        own.Norm(_config(), 8, zero_centered_gamma=True)
+    with pytest.raises(TypeError, match="has_residual"):
+        own.Norm(_config(), 8, has_residual=True)
+
+
+def test_duplicated_linear_refuses_all_that_it_would_not_do_at_once():
+    with pytest.raises(ValueError, match="symmetric_ar_type = 'multimem'") as caught:
+        own.DuplicatedLinear(8, 8, config=_config(), init_method=None, parallel_mode="column", is_expert=True, symmetric_ar_type="multimem",
+                             gtp_remat_group="group", tp_comm_buffer_name="q_down_proj")  # fmt: skip
+    assert all(word in str(caught.value) for word in ("gtp_remat_group", "parallel_mode = 'column'", "is_expert"))
+
+
+@pytest.mark.parametrize(("field", "value", "build", "slot"), [
+    ("normalization", "BatchNorm", lambda c: own.Norm(c, 8), "the norm slot"),
+    ("activation_func", torch.tanh, own.activation_of, "the MLP slot"),
+    ("glu_linear_offset", 1.0, own.activation_of, "the MLP slot"),
+    ("context_parallel_size", 2, lambda c: own.CoreAttention(c, 1, None, "self"), "the core-attention slot"),
+])  # fmt: skip
+def test_a_slot_built_without_the_block_spec_refuses_its_own_fields_in_the_config_maps_words(field, value, build, slot):
+    config = _config()
+    setattr(config, field, value)
+    config.qk_clip = True  # another slot's
+    (problem,) = [p for p in check_config(config) if field in p.field]
+    with pytest.raises(ConfigError) as caught:
+        build(config)
+    assert caught.value.problems == (problem,) and str(caught.value).startswith(f"{slot} cannot run this config")
 
 
 @pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)

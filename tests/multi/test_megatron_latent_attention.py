@@ -170,11 +170,11 @@ def _refusals():
     import copy
 
     import torch
+    from megatron.core.tensor_parallel import ColumnParallelLinear
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from megatron.core.transformer.spec_utils import build_module
 
-    from layerplan.integration.megatron.layers import DuplicatedLinear
     from layerplan.integration.megatron.specs import gpt_block_spec
 
     def message(action):
@@ -188,7 +188,7 @@ def _refusals():
     module, x = _attention(config), torch.zeros(LENGTH, BATCH, WIDTH, dtype=torch.float64)
     spec = gpt_block_spec(config).layer_specs[0].submodules.self_attention
     built = {"config": config, "submodules": copy.copy(spec.submodules), "layer_number": 1, "attn_mask_type": AttnMaskType.causal}
-    spec.submodules.linear_kv_up_proj = DuplicatedLinear
+    spec.submodules.linear_kv_up_proj = ColumnParallelLinear
     return {
         "bias": message(lambda: module(x, None, attention_bias=x)),
         "rotary": message(lambda: module(x, None, rotary_pos_emb=x)),
@@ -228,6 +228,6 @@ def test_what_it_does_not_take_is_refused_by_name_and_parameters_keep_theirs(see
     seen = seen["refusals"]
     assert seen["bias"].startswith("ValueError: attention_bias: must be None")
     assert seen["rotary"].startswith("ValueError: rotary_pos_emb: must be None")
-    assert "linear_kv_up_proj = DuplicatedLinear" in seen["foreign"] and "use Megatron's MLASelfAttention" in seen["foreign"]
+    assert "linear_kv_up_proj = ColumnParallelLinear" in seen["foreign"] and "use Megatron's MLASelfAttention" in seen["foreign"]
     ours, megatrons = seen["names"]
     assert ours == megatrons and "linear_kv_up_proj.weight" in ours

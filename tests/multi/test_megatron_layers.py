@@ -96,7 +96,22 @@ def _parity():
                 got = dist_checkpointing.load({"model": target.gpt.sharded_state_dict(metadata=_metadata())}, folder)
             target.gpt.load_state_dict(got["model"])
             out[f"checkpoint {name}"] = [source.step()[0], target.step()[0]]
+        out["sharded alone"] = _sharded_alone()
     return out
+
+
+def _sharded_alone():
+    """What the slots with a sharded_state_dict of their own shard without metadata, and with the model's."""
+    from megatron.core.transformer.enums import AttnMaskType
+    from parity_model import dense_config
+
+    from layerplan.integration.megatron.layers import CoreAttention, DuplicatedLinear
+
+    config = dense_config(softmax_type="learnable")
+    linear = DuplicatedLinear(8, 4, config=config, init_method=config.init_method, bias=True)
+    attention = CoreAttention(config, 1, AttnMaskType.causal, "self")
+    return [[{key: [t.global_shape, t.replica_id] for key, t in slot.sharded_state_dict("a.", metadata=metadata).items()}
+             for metadata in (None, {}, _metadata())] for slot in (linear, attention)]  # fmt: skip
 
 
 def _shift_gammas(run, by):
@@ -232,6 +247,12 @@ def test_checkpoints_interchange_with_megatrons_local_layers(parity, way):
     assert math.isclose(source, target, rel_tol=1e-6)
 
 
+def test_slots_shard_without_metadata_over_the_data_parallel_group(parity):
+    linear, attention = parity["sharded alone"]
+    assert set(linear[0]) == {"a.weight", "a.bias"} and set(attention[0]) == {"a.softmax_offset"}
+    assert linear[0] == linear[1] == linear[2] and attention[0] == attention[1] == attention[2]
+
+
 def test_report_names_every_kind_of_layer(parity):
     kinds = {kind for kind, _ in parity["report"]}
     assert kinds == {"SelfAttention", "MLP", "Norm"}
@@ -265,7 +286,7 @@ def test_checkpoint_of_one_rank_loads_at_another_tensor_parallel_size(tmp_path, 
     _close(wrote["after"], read[reader])
 
 
-def test_config_that_is_not_honoured_is_refused_with_all_problems(parity):
+def test_config_that_is_not_honoured_is_refused_with_all_problems():
     text = run_ranks("test_megatron_layers:_config_refused", world=1, timeout=60)[0]
     assert "glu_linear_offset" in text
     assert "qk_clip" in text

@@ -6,6 +6,7 @@ from test_megatron_layers import _megatron
 
 LENGTH, BATCH, WIDTH, HEAD = 12, 2, 32, 8
 CUTS = [0, 5, 5, 11, 24]  # packed sequences, one of them empty
+REFUSED = {(1, 8, 24): "must be 0", (0, 12, 5, 24): "must not decrease", (0, 12, 26): "24 tokens", (0, 20, 24): "max_seqlen_q = 16"}
 CASES = {
     "plain": {},
     "interleaved": {"rotary_interleaved": True},
@@ -86,6 +87,19 @@ def _errors():
             found[name] = error(module, None, rotary_pos_emb=None if angles is None else angles[:LENGTH])
             kinds = {r.kind for r in report(module).rows}
             assert kinds >= {"SelfAttention"}, kinds
+        found["refused"] = {}
+        for ends in REFUSED:
+            bad = torch.tensor(ends, dtype=torch.int32)
+            params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bad, cu_seqlens_kv=bad, max_seqlen_q=16, max_seqlen_kv=16)
+            rows, module = x.reshape(LENGTH * BATCH, 1, WIDTH), _module()
+            for whole in (True, False):
+                module._whole = whole
+                try:
+                    module(rows, None, rotary_pos_emb=None, packed_seq_params=params)
+                    text = "accepted"
+                except ValueError as refusal:
+                    text = str(refusal)
+                found["refused"].setdefault(str(list(ends)), []).append(text)
         module = _module(deterministic_mode=True)
         for whole in (True, False):
             _results(module, whole, x, dy, None)
@@ -111,6 +125,12 @@ def test_one_plan_equals_megatrons_forward_over_the_slots(errors, name):
     # Megatron takes cosines of the packed angles, we of the table: in float32 an entry may differ by one unit in the last
     # place (2^-24 of values near 1), and a query and a key both hold one
     assert errors[name] < (4 * 2**-24 if name == "packed" else 1e-11)
+
+
+@pytest.mark.parametrize("ends", REFUSED)
+def test_cumulative_lengths_that_break_a_rule_are_refused_before_any_launch(errors, ends):
+    for text in errors["refused"][str(list(ends))]:
+        assert all(word in text for word in ("cu_seqlens_q", REFUSED[ends], ";")), text
 
 
 def test_deterministic_mode_of_the_config_plans_deterministically(errors):

@@ -1,4 +1,4 @@
-"""``--spec layerplan.integration.megatron.specs gpt_block_spec`` through Megatron's own arguments, model config and builder."""
+"""``--spec layerplan.integration.megatron.specs`` through Megatron's own arguments, model config and builder."""
 
 import math
 import sys
@@ -19,6 +19,7 @@ MODEL = [
     "--no-bias-dropout-fusion", "--no-persist-layer-norm", "--no-gradient-accumulation-fusion",
     "--no-masked-softmax-fusion", "--no-rope-fusion",
 ]  # fmt: skip
+FEW = ["--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm"]  # what the README names
 GQA = [
     "--group-query-attention", "--num-query-groups", "2",
 ]  # fmt: skip
@@ -29,11 +30,11 @@ MLA = [
 ]  # fmt: skip
 
 
-def _arguments(*more):
+def _arguments(*more, spec=SPEC, model=MODEL):
     """Megatron's parsed and validated arguments, as its pretrain script makes them."""
     from megatron.training.arguments import parse_args, validate_args
 
-    before, sys.argv = sys.argv, ["pretrain_gpt.py", *SPEC, *MODEL, *more]
+    before, sys.argv = sys.argv, ["pretrain_gpt.py", *spec, *model, *more]
     try:
         args = parse_args()
     finally:
@@ -42,13 +43,13 @@ def _arguments(*more):
     return args
 
 
-def _chunks(*more):
+def _chunks(*more, **given):
     """What Megatron's pretrain_gpt builds from the arguments: (configuration, model chunks of this rank)."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
 
-    model = gpt_config_from_args(_arguments(*more))
+    model = gpt_config_from_args(_arguments(*more, **given))
     builder = model.get_builder_cls()(model)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -113,7 +114,31 @@ def _one_process():
             model, chunks = _chunks(*more)
             out[name] = {"seen": _seen(chunks), "losses": _train(model.transformer, chunks)}
         out["refused"] = _refused()
+        layout()
+        out["few"] = _few()
     return out
+
+
+def _few():
+    """The README's options and no others that silence a default: [losses, guards in force before and after, the optimiser]."""
+    from megatron.core import optimizer
+
+    from layerplan.integration.megatron import compat
+
+    silenced = [m for m in MODEL if m.startswith("--no-") and m not in FEW]
+    plain = [m for m in MODEL if m not in silenced]
+    for guard in compat.GUARDS:  # CPU mode has put them in force; guarded_block_spec takes their place
+        compat._release(guard)
+    before = [g for g in compat.GUARDS if g in compat.active()]
+    try:
+        _chunks(*GQA, model=plain)
+        refused = "no error"
+    except ValueError as error:
+        refused = str(error)
+    model, chunks = _chunks(*GQA, spec=[*SPEC[:-1], "guarded_block_spec"], model=plain)
+    assert model.transformer.gradient_accumulation_fusion, "Megatron's own default"
+    after = [g for g in compat.GUARDS if g in compat.active()]
+    return {"losses": _train(model.transformer, chunks), "refused": refused, "silenced": silenced, "before": before, "after": after, "adam": optimizer.Adam.__module__}
 
 
 def _refused():
@@ -191,6 +216,15 @@ def test_virtual_pipeline_chunks_hold_their_own_layers_and_train_as_one_process(
     for got, want in zip(pipeline[1][name]["losses"], one[name]["losses"], strict=True):
         assert math.isclose(got, want, rel_tol=1e-5)
     assert pipeline[0][name]["losses"] == [None] * 3
+
+
+def test_the_readmes_options_are_enough_and_the_guarded_spec_puts_the_guards_in_force(one):
+    few = one["few"]
+    assert "--no-gradient-accumulation-fusion" in few["silenced"] and few["before"] == []
+    assert "gradient_accumulation_fusion" in few["refused"] and "guarded_block_spec" in few["refused"]
+    assert len(few["after"]) == 5 and few["adam"] == f"{OURS}.optimizer"
+    for got, want in zip(few["losses"], one["gqa"]["losses"], strict=True):
+        assert math.isclose(got, want, rel_tol=1e-6)
 
 
 def test_megatrons_builder_hands_on_the_one_error_with_all_problems(one):

@@ -31,6 +31,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bitwise(result, case):
     assert any("resumed at step 3" in line for line in second["said"])
 
 
+@pytest.mark.parametrize("steps", ["4", "5"])
+def test_a_run_that_is_complete_says_that_nothing_is_left_to_train_and_changes_nothing(result, steps):
+    again = result["complete"][steps]
+    assert again["rows"] == {} and f"step 5 of {steps} is done: nothing left to train; raise train.steps to go on" in again["said"]
+    assert again["state"] == result[f"resume/{list(RESUME_CASES)[-1]}"]["second"]["state"]
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_that_is_said(result, damage):
     said = result[f"damage/{damage}"]
@@ -163,6 +170,32 @@ def test_a_plan_file_that_cannot_be_used_is_refused_by_its_field(result, case, w
     said = result["plan_files"][case]
     assert said.startswith("RecipeError") and f"{case}.json" in said and why in said
     assert "plan.file = " in said and "layerplan plan RECIPE --save FILE" in said
+
+
+# ---- learning rate, clipping -----------------------------------------------------------------------------------------
+
+
+def test_the_rate_warms_up_linearly_and_falls_along_a_cosine_to_its_least_at_the_last_step_of_the_decay(result):
+    """Warm-up over 2 steps to 0.01, decay until step 6 to 0.001: 0.001 + 0.0045 * (1 + cos(pi * k / 4)), by hand. A step runs at the
+    rate that the steps before it lead to."""
+    found = result["schedule"]
+    cosine = [0.0086819805, 0.0055, 0.0023180195]  # k = 1, 2, 3: cos = 0.70710678, 0, -0.70710678
+    assert found["logged"] == pytest.approx([0.0, 0.005, 0.01, *cosine, 0.001, 0.001], rel=1e-6, abs=1e-12)
+    assert found["after"] == pytest.approx([0.001], rel=1e-6)
+
+
+@pytest.mark.parametrize("case", ["tiny", "plain"])
+def test_a_clipped_update_is_as_long_as_the_clipped_gradient_says_and_the_norm_is_logged_unclipped(result, case):
+    """Adam's first step is lr * g / (|g| + eps): with eps = 1 and a gradient clipped to length 0.01 it is lr * g to within |g| <=
+    0.01 of each element, so its length is 0.01 * 0.01, or up to a hundredth less. Storing the parameters in float32 moves each by at
+    most 2^-24 of itself; computing the step in float32 changes it by less than 1e-6 of itself."""
+    clipped, huge = result["clipping"][case], result["clipping"]["huge"]
+    assert huge["norm"] > 0.1, "without clipping the gradient must be far longer than 0.01"
+    rounding = 2**-24 * clipped["length"]
+    assert 1e-4 * (0.99 - 1e-6) - rounding <= clipped["moved"] <= 1e-4 * (1 + 1e-6) + rounding
+    assert rounding < 2e-6, "the bounds must say something"
+    assert clipped["norm"] == clipped["logged"] == pytest.approx(huge["norm"], rel=1e-6)
+    assert huge["moved"] > 10 * clipped["moved"]
 
 
 # ---- fused weight gradients, evaluation ------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def test_a_run_killed_while_saving_resumes_from_its_last_complete_save_and_sigte
         assert process.wait(LIMIT_S) == 0, log.read_text()[-4000:]
     said = log.read_text()
     assert "step_0000004: has no COMPLETE.json" in said and "resumed at step 2" in said
+    assert "Warning" not in said and "No CUDA runtime" not in said, "nobody can do anything about those"
     after = rows()
     assert sorted(after) == list(range(1, len(after) + 1)), "each step once"
     assert {s: after[s] for s in before} == before, "steps that were run again gave the same losses"
@@ -117,6 +118,14 @@ def test_torchrun_trains_two_pipeline_stages_and_writes_one_set_of_metrics(data,
     assert log.read_text().count("checkpoint complete") == 1
 
 
+def test_torchrun_says_what_is_wrong_with_a_recipe_once(data, tmp_path):
+    log = tmp_path / "log"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "layerplan", "pretrain", "gpt_tiny", "train.step=1"]
+    with started(launcher, log) as process:
+        assert process.wait(LIMIT_S) != 0
+    assert log.read_text().count("did you mean train.steps?") == 1
+
+
 def test_a_dry_run_says_what_the_run_would_be_and_refuses_what_it_cannot_be(tmp_path):
     log = tmp_path / "log"
     code = ("import sys; from layerplan.integration.training.launch import pretrain_command as p; "
@@ -133,7 +142,7 @@ def test_a_dry_run_says_what_the_run_would_be_and_refuses_what_it_cannot_be(tmp_
     said = log.read_text()
     assert "parameters  8,030,261,248" in said and "memory      about 87." in said
     assert "did you mean train.steps?" in said and "optimizer.lr = 'x': must be a finite number" in said
-    assert "/nowhere/x.idx: no such file" in said and "plan.file = '/nowhere/p.json': no such file" in said
+    assert "/nowhere/x.idx: no such file" in said and "/nowhere/x.tokenizer.json" not in said and "plan.file = '/nowhere/p.json': no such file" in said
     assert "validation  off" in said and "validation  every 50 steps on 8 batches = 64 sequences" in said
     assert f"plan file   {tmp_path / 'pins.json'}: {len(rows)} pins for cpu" in said
     assert "pins attention/torch_cpu" in said and "has no code for linear" in said and "set plan.file=none" in said

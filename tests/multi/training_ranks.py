@@ -58,9 +58,9 @@ def recipe_of(prefix, directory, *more):
 
 
 def quiet() -> None:
-    from layerplan.integration.training.launch import quiet_megatron
+    from layerplan.integration.training import quiet as known
 
-    quiet_megatron()
+    known.quiet()
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
@@ -144,6 +144,7 @@ def one_rank(folder: str) -> dict:
         first = run(recipe_of(prefix, str(work / f"{name}-parts"), *DROPOUT, *extra, "train.steps=3"))
         second = run(recipe_of(prefix, str(work / f"{name}-parts"), *DROPOUT, *extra))
         result[f"resume/{name}"] = {"whole": whole, "first": first, "second": second}
+    result["complete"] = {str(n): run(recipe_of(prefix, str(work / f"{name}-parts"), *DROPOUT, *extra, f"train.steps={n}")) for n in (4, 5)}
     result |= damage(work, prefix) | not_finite(work, prefix) | stopping(work, prefix) | counts()
     result["golden"] = {layers: run(recipe_of(prefix, None, f"plan.layers={layers}", "train.steps=8"))["rows"]
                         for layers in ("layerplan", "megatron_local")}  # fmt: skip
@@ -155,7 +156,49 @@ def one_rank(folder: str) -> dict:
     result["fusion"] = training_plans.fused_weight_gradients(prefix)
     result["evaluation"] = training_plans.evaluations(work)
     result["rope_base"] = training_plans.rope_bases()
+    result["schedule"] = schedules(work, prefix)
+    result["clipping"] = clippings(work, prefix)
     return result
+
+
+def schedules(work: Path, prefix: str) -> dict:
+    """The learning rate of each step as logged, and the optimiser's after the last one."""
+    rates = []
+    steps = ("schedule.warmup_steps=2", "schedule.decay_steps=6", "optimizer.lr=0.01", "optimizer.min_lr=0.001", f"logging.dir={work / 'schedule'}")
+
+    def change(trainer):
+        train = trainer.train
+
+        def trained():
+            outcome = train()
+            rates.extend({group["lr"] for group in trainer.built.optimizer.param_groups})
+            return outcome
+
+        trainer.train = trained
+
+    run(recipe_of(prefix, None, *steps, "train.steps=8"), change=change)
+    return {"logged": [json.loads(line)["lr"] for line in (work / "schedule" / "metrics.jsonl").read_text().splitlines()], "after": rates}
+
+
+def clippings(work: Path, prefix: str) -> dict:
+    """One step with and without clipping: the length of the update, and the gradient norm as returned and as logged."""
+
+    def one(name, clip, *extra):
+        before, trainers = [], []
+
+        def change(trainer):
+            trainers.append(trainer)
+            before.extend(p.detach().clone() for p in trainer.built.gpt.parameters())
+
+        folder = work / f"clipping-{name}"
+        options = ("optimizer.lr=0.01", "optimizer.eps=1", "optimizer.weight_decay=0", "schedule.warmup_steps=0", f"optimizer.clip_grad={clip}")
+        found = run(recipe_of(prefix, None, *options, f"logging.dir={folder}", "train.steps=1", *extra), change=change)
+        after = [p.detach().double() for p in trainers[0].built.gpt.parameters()]
+        moved = sum(float((p - b.double()).square().sum()) for p, b in zip(after, before, strict=True)) ** 0.5
+        logged = json.loads((folder / "metrics.jsonl").read_text())["grad_norm"]
+        return {"moved": moved, "length": sum(float(p.square().sum()) for p in after) ** 0.5, "norm": found["rows"][1][1], "logged": logged}
+
+    return {"tiny": one("tiny", 0.01), "huge": one("huge", 1e6), "plain": one("plain", 0.01, "parallel.distributed_optimizer=false")}
 
 
 def completions(checkpoint: Path) -> dict:

@@ -11,7 +11,7 @@ import math
 import torch
 
 from ..ir import TensorSpec
-from .table import Op, acc, demand, ports, same_shape
+from .table import Op, acc, demand, finite, ports, same_shape
 
 _C = math.sqrt(2.0 / math.pi)
 
@@ -50,10 +50,11 @@ def _gated(kind: str) -> bool:
 def _infer(kind: str):
     def infer(specs, attrs):
         x = specs["x"]
-        demand(x.is_float, kind, "x", x, "must be a floating-point tensor")
+        demand(x.is_float and x.rank >= 1, kind, "x", x, "must be a floating-point tensor of rank 1 or more")
         if "approximate" in attrs:
             demand(attrs["approximate"] in ("none", "tanh"), kind, "approximate", attrs["approximate"], "is none or tanh")
         if attrs["clamp"] is not None:
+            finite(kind, "clamp", attrs["clamp"])
             demand(attrs["clamp"] > 0, kind, "clamp", attrs["clamp"], "must be positive")
         width = x.shape[-1]
         if _gated(kind):

@@ -2,18 +2,20 @@
 
 Conventions: causal is bottom-right aligned; a window (L, R) keeps keys i + Sk - Sq - L ... i + Sk - Sq + R inclusive;
 ``lse`` is the natural log of the softmax denominator, the sink included; a row that sees no key gives 0 and LSE -inf
-(with a sink: the sink). The backward follows Dao, "FlashAttention-2", 2023 (delta = rowsum(dO * O), less dLSE).
+(with a sink: the sink). Packed rows behind the last segment give 0, LSE -inf and no gradient, with a sink too.
+The backward follows Dao, "FlashAttention-2", 2023 (delta = rowsum(dO * O), less dLSE).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 
 from ..ir import TensorSpec
-from .elementwise import keep_mask
-from .table import Op, acc, acc_dtype, demand, ports, same_dtype, size_product
+from .elementwise import check_dropout, keep_mask
+from .table import Op, acc, acc_dtype, demand, finite, ports, same_dtype, size_product
 
 ATTRS = {
     "layout": "bshd", "causal": False, "window": (None, None), "scale": None, "dropout": 0.0,
@@ -39,10 +41,9 @@ def _infer(specs, attrs):
     check_heads(op, q.shape[-2], k.shape[-2])
     demand(k.shape[:-1] == v.shape[:-1], op, "v", v, f"must share all dims but the last with k {k}")
     demand(q.shape[-1] == k.shape[-1], op, "k", k, f"must share the head dim of q {q}")
-    demand(0.0 <= attrs["dropout"] < 1.0, op, "dropout", attrs["dropout"], "a probability lies in [0, 1)")
-    if attrs["dropout"] > 0:
-        demand("seed" in specs and "offset" in specs, op, "dropout", attrs["dropout"],
-               "dropout needs the ports seed and offset", "pass rng=(seed, offset)")  # fmt: skip
+    demand(q.shape[-1] != 0, op, "q", q, "its head dim must be at least 1")
+    check_dropout(op, "dropout", specs, attrs)
+    _check_attrs(op, attrs)
     if layout == "thd":
         demand("cu_seqlens_q" in specs and "cu_seqlens_k" in specs, op, "cu_seqlens_q, cu_seqlens_k", None,
                "packed inputs need cumulative lengths")  # fmt: skip
@@ -60,9 +61,39 @@ def _infer(specs, attrs):
         want = ((1, q.shape[_AXES[layout][0]]), (1, q.shape[-2]), (q.shape[s],), (k.shape[s],))
         ok = m.dtype == "bool" and m.rank == 4 and all(d in allowed for d, allowed in zip(m.shape, want, strict=True))
         demand(ok, op, "mask", m, "must be bool [1 or batch, 1 or query heads, query length, key length], True hides a pair")
-    for side in attrs["window"]:
-        demand(side is None or side >= 0, op, "window", attrs["window"], "each side is None (open) or at least 0")
     return {"out": TensorSpec((*q.shape[:-1], v.shape[-1]), q.dtype), "lse": lse_spec(q, attrs)}
+
+
+def _check_attrs(op: str, attrs) -> None:
+    causal, window = attrs["causal"], attrs["window"]
+    demand(isinstance(causal, bool), op, "causal", causal, "must be True or False")
+    sides = isinstance(window, tuple) and len(window) == 2 and all(w is None or (type(w) is int and w >= 0) for w in window)
+    demand(sides, op, "window", window, "must be a tuple (left, right); each side is None (open) or an int of at least 0")
+    if attrs["scale"] is not None:
+        finite(op, "softmax_scale", attrs["scale"])
+
+
+def _check(t, shape, attrs):
+    for side in ("q", "k"):
+        if f"cu_seqlens_{side}" in t:
+            check_cu_seqlens(side, t[f"cu_seqlens_{side}"], shape(side)[0], None)
+
+
+def check_cu_seqlens(side: str, cu: torch.Tensor, tokens: int | None, longest: int | None) -> None:
+    """Refuses cumulative lengths ``cu`` [segments + 1] of side "q" or "k" that do not start at 0, decrease, end beyond ``tokens``
+    or hold a segment of more than ``longest`` tokens. Reads the values: a host sync where they lie on a GPU."""
+    name, values = f"cu_seqlens_{side}", cu.tolist()
+    if not values or values[0] != 0:
+        first = f"{name}[0] = {values[0]}" if values else f"{name} is empty"
+        raise ValueError(f"attention: {first}: must be 0; prepend a 0 to the cumulative lengths")
+    for i, (a, b) in enumerate(itertools.pairwise(values)):
+        if b < a:
+            raise ValueError(f"attention: {name}[{i + 1}] = {b} after {a}: must not decrease; pass cumulative ends, not lengths")
+        if longest is not None and b - a > longest:
+            raise ValueError(f"attention: segment {i} of {name} has {b - a} tokens: longer than max_seqlen_{side} = {longest}; "
+                             "pass the longest segment's length")  # fmt: skip
+    if tokens is not None and values[-1] > tokens:
+        raise ValueError(f"attention: {name}[-1] = {values[-1]}: beyond the tensor's {tokens} tokens; pass the lengths of these tensors")
 
 
 def lse_spec(q: TensorSpec, attrs) -> TensorSpec:
@@ -163,6 +194,8 @@ def _reference(t, attrs, want):
     seen = total > 0
     safe = torch.where(seen, total, 1.0)
     lse = torch.where(seen, torch.log(safe) + shift, float("-inf"))
+    if sink is not None and attrs["layout"] == "thd":  # rows of no segment see not even the sink
+        lse = lse.masked_fill(torch.arange(lse.shape[-1], device=lse.device) >= t["cu_seqlens_q"][-1], float("-inf"))
     p = p / safe.unsqueeze(-1)
     if attrs["dropout"] > 0:
         keep = keep_mask(tuple(p.shape), attrs["dropout"], t["seed"], t["offset"])
@@ -248,7 +281,7 @@ _EXTRA = ("sink?", "cu_seqlens_q?", "cu_seqlens_k?", "mask?", "seed?", "offset?"
 
 OPS = (
     Op("sdpa", ports("q", "k", "v", *_EXTRA), ports("out", "lse?"), _infer, _reference, attrs=ATTRS, gradient=_gradient,
-       flops=_flops(2), kind="attention", differentiable=frozenset({"q", "k", "v", "sink"})),
+       flops=_flops(2), check=_check, kind="attention", differentiable=frozenset({"q", "k", "v", "sink"})),
     Op("sdpa_bwd", ports("dout", "dlse?", "out", "lse", "q", "k", "v", *_EXTRA), ports("dq?", "dk?", "dv?", "dsink?"),
        _bwd_infer, _bwd_reference, attrs=ATTRS, flops=_flops(5), kind="attention"),
 )  # fmt: skip

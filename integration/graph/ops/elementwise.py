@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..ir import TensorSpec
-from .table import Op, acc, demand, ports, same_dtype, same_shape, vector_of
+from .table import Op, acc, demand, finite, ports, same_dtype, same_shape, vector_of
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -42,11 +42,13 @@ def keep_mask(shape: tuple[int, ...], p: float, seed: torch.Tensor, offset: torc
     return philox_uniform(shape, seed, offset) >= p
 
 
-def _check_rng(op: str, specs, attrs) -> None:
-    p = attrs["p"]
-    demand(0.0 <= p < 1.0, op, "p", p, "a dropout probability lies in [0, 1)")
+def check_dropout(op: str, field: str, specs, attrs) -> None:
+    """Refuses a probability ``attrs[field]`` outside of [0, 1) or without a seed and an offset, int64 tensors of one element."""
+    p = attrs[field]
+    finite(op, field, p)
+    demand(0.0 <= p < 1.0, op, field, p, "a dropout probability lies in [0, 1)")
     if p > 0.0:
-        demand("seed" in specs and "offset" in specs, op, "p", p, "dropout needs the ports seed and offset",
+        demand("seed" in specs and "offset" in specs, op, field, p, "dropout needs the ports seed and offset",
                "pass rng=(seed, offset), int64 tensors of one element")  # fmt: skip
     for name in ("seed", "offset"):
         if name in specs:
@@ -88,7 +90,7 @@ def _bda_infer(specs, attrs):
     same_dtype(op, x=specs["x"], residual=specs["residual"], bias=specs.get("bias"))
     same_shape(op, "residual", specs["residual"], specs["x"])
     vector_of(op, "bias", specs.get("bias"), specs["x"].shape[-1])
-    _check_rng(op, specs, attrs)
+    check_dropout(op, "p", specs, attrs)
     return {"y": specs["x"]}
 
 
@@ -109,7 +111,7 @@ def _bda_gradient(g):
 
 
 def _dropout_bwd_infer(specs, attrs):
-    _check_rng("dropout_bwd", specs, attrs)
+    check_dropout("dropout_bwd", "p", specs, attrs)
     return {"dx": specs["dy"]}
 
 

@@ -159,7 +159,7 @@ def _zeros_reference(t, attrs, want):
     return {"y": torch.zeros_like(t["like"])}
 
 
-_QKV = {"groups": None, "queries_per_group": None, "head_dim": None}
+_QKV = {"groups": REQUIRED, "queries_per_group": REQUIRED, "head_dim": REQUIRED}
 
 OPS = (
     Op("qkv_split", ports("x"), ports("q", "k", "v"), _split_infer, _split_reference, attrs=_QKV,
@@ -167,15 +167,15 @@ OPS = (
     Op("qkv_merge", ports("q", "k", "v"), ports("x"), _merge_infer, _merge_reference, gradient=_merge_gradient,
        kind="layout"),
     Op("split", ports("x"), ports("a", "b"), _part_infer, _part_reference, attrs={"first": REQUIRED},
-       gradient=_part_gradient, flops=lambda i, o, a: 0, kind="layout", aliases=True),
+       gradient=_part_gradient, kind="layout", aliases=True),
     Op("concat", ports("a", "b"), ports("x"), _concat_infer, _concat_reference, gradient=_concat_gradient,
-       flops=lambda i, o, a: 0, kind="layout"),
+       kind="layout"),
     Op("unflatten_heads", ports("x"), ports("y"), _unflatten_infer, _unflatten_reference, attrs={"heads": REQUIRED},
-       gradient=_heads_gradient("flatten_heads", False), flops=lambda i, o, a: 0, kind="layout", aliases=True),
+       gradient=_heads_gradient("flatten_heads", False), kind="layout", aliases=True),
     Op("flatten_heads", ports("x"), ports("y"), _flatten_infer, _flatten_reference,
-       gradient=_heads_gradient("unflatten_heads", True), flops=lambda i, o, a: 0, kind="layout", aliases=True),
+       gradient=_heads_gradient("unflatten_heads", True), kind="layout", aliases=True),
     Op("expand_heads", ports("x"), ports("y"), _expand_infer, _expand_reference, attrs={"heads": REQUIRED},
-       gradient=_heads_gradient("sum_heads", False), flops=lambda i, o, a: 0, kind="layout", aliases=True),
+       gradient=_heads_gradient("sum_heads", False), kind="layout", aliases=True),
     Op("sum_heads", ports("x"), ports("y"), _sum_infer, _sum_reference, gradient=_heads_gradient("expand_heads", True),
        flops=lambda i, o, a: i["x"].numel(), kind="reduction"),
     Op("zeros_like", ports("like"), ports("y"), lambda s, a: {"y": s["like"]}, _zeros_reference, kind="layout"),

@@ -73,5 +73,5 @@ OPS = (
        kind="matmul"),
     Op("linear_dgrad", ports("dy", "weight"), ports("dx"), _dgrad_infer, _dgrad_reference, flops=_flops, kind="matmul"),
     Op("linear_wgrad", ports("dy", "x", "accumulate?"), ports("dweight"), _wgrad_infer, _wgrad_reference, flops=_flops,
-       kind="matmul", mutates="accumulate"),
+       kind="matmul"),
 )  # fmt: skip

@@ -14,8 +14,21 @@ def _infer(specs, attrs):
     demand(targets.dtype in ("int32", "int64"), "cross_entropy", "targets", targets, "must be int32 or int64")
     demand(targets.shape == logits.shape[:-1], "cross_entropy", "targets", targets,
            f"must have shape {list(logits.shape[:-1])}, one class index per row of logits")  # fmt: skip
+    demand(logits.shape[-1] != 0, "cross_entropy", "logits", logits, "must have at least one class")
+    ignored = attrs["ignore_index"]
+    demand(type(ignored) is int, "cross_entropy", "ignore_index", ignored, "must be an int", "keep -100 where no target is to be ignored")
     row = TensorSpec(targets.shape, acc_dtype(logits))
     return {"loss": row, "lse": row}
+
+
+def _check(t, shape, attrs):
+    if "targets" not in t:
+        return
+    kept, classes, ignored = t["targets"], shape("logits")[-1], attrs["ignore_index"]
+    kept = kept[kept != ignored]
+    if kept.numel() and (int(kept.min()) < 0 or int(kept.max()) >= classes):
+        raise ValueError(f"cross_entropy: targets span {int(kept.min())} .. {int(kept.max())}: must lie in [0, {classes}) or equal "
+                         f"ignore_index = {ignored}; mask them with it")  # fmt: skip
 
 
 def _reference(t, attrs, want):
@@ -52,7 +65,7 @@ def _bwd_reference(t, attrs, want):
 OPS = (
     Op("cross_entropy", ports("logits", "targets"), ports("loss", "lse?"), _infer, _reference,
        attrs={"ignore_index": -100}, gradient=_gradient, kind="loss", differentiable=frozenset({"logits"}), constant_outputs=frozenset({"lse"}),
-       flops=lambda i, o, a: 4 * i["logits"].numel()),
+       flops=lambda i, o, a: 4 * i["logits"].numel(), check=_check),
     Op("cross_entropy_bwd", ports("dloss", "logits", "targets", "lse"), ports("dlogits"), _bwd_infer, _bwd_reference,
        attrs={"ignore_index": -100}, kind="loss", flops=lambda i, o, a: 4 * i["logits"].numel()),
 )  # fmt: skip

@@ -15,13 +15,15 @@ from __future__ import annotations
 import torch
 
 from ..ir import TensorSpec
-from .table import Op, acc, acc_dtype, demand, ports, same_dtype, same_shape, vector_of
+from .table import Op, acc, acc_dtype, demand, finite, ports, same_dtype, same_shape, vector_of
 
 
 def _infer(op: str, stats: tuple[str, ...]):
     def infer(specs, attrs):
-        x, n = specs["x"], specs["x"].shape[-1]
+        x = specs["x"]
         demand(x.is_float and x.rank >= 1, op, "x", x, "must be a floating-point tensor of rank 1 or more")
+        n = x.shape[-1]
+        finite(op, "eps", attrs["eps"])
         demand(attrs["eps"] >= 0, op, "eps", attrs["eps"], "must not be negative")
         for name in ("weight", "bias"):
             vector_of(op, name, specs.get(name), n)

@@ -23,6 +23,17 @@ def _infer(specs, attrs):
     return {"y": x}
 
 
+def _check(t, shape, attrs):
+    rows, positions = shape("cos")[0], t.get("positions")
+    tokens = shape("x")[attrs["seq_axis"]]
+    if shape("positions") is None and None not in (rows, tokens) and rows < tokens:
+        raise ValueError(f"rope: cos has {rows} positions: must cover the {tokens} of x; build a longer table or pass positions")
+    if positions is not None and positions.numel():
+        low, high = int(positions.min()), int(positions.max())
+        if low < 0 or high >= rows:
+            raise ValueError(f"rope: positions span {low} .. {high}: must lie in [0, {rows}), the rows of cos; build a longer table")
+
+
 def _rows(table, t, attrs):
     """cos or sin per token, shaped to broadcast over x [..., heads, rotary_dim / 2]."""
     x, axis = t["x"], attrs["seq_axis"]
@@ -63,7 +74,7 @@ def _gradient(g):
 
 
 OPS = (
-    Op("rope", ports("x", "cos", "sin", "positions?"), ports("y"), _infer, _reference,
+    Op("rope", ports("x", "cos", "sin", "positions?"), ports("y"), _infer, _reference, check=_check,
        attrs={"interleaved": False, "inverse": False, "seq_axis": 0}, gradient=_gradient,
        differentiable=frozenset({"x"}), flops=lambda i, o, a: 3 * i["x"].numel()),
 )  # fmt: skip

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -36,6 +37,8 @@ class Op:
     where a rule is broken. ``reference(tensors, attrs, want)`` returns a dict with at least the wanted ports.
     ``gradient(g)`` (see autodiff.GradContext) returns {input port: gradient value}.
     ``implied(specs, attrs)`` names optional outputs that are computed whenever the inputs make them meaningful.
+    ``check(tensors, shape, attrs)`` raises ValueError for sizes and values that no spec can show: ``tensors`` holds the input
+    ports whose values may be read, ``shape(port)`` gives the sizes at hand, None where one is not known or nothing is connected.
     """
 
     name: str
@@ -47,10 +50,10 @@ class Op:
     gradient: Callable[[Any], dict[str, str | None]] | None = None
     implied: Callable[[Specs, dict[str, Any]], tuple[str, ...]] | None = None
     flops: Callable[[Specs, Specs, dict[str, Any]], int] | None = None
-    kind: str = "pointwise"  # pointwise | norm | matmul | attention | loss | layout | collective
+    check: Callable[[Tensors, Callable[[str], tuple[int | None, ...] | None], dict[str, Any]], None] | None = None
+    kind: str = "pointwise"  # pointwise | norm | reduction | matmul | attention | loss | layout | collective
     differentiable: frozenset[str] | None = None  # input ports that can receive a gradient; None: every float port
     constant_outputs: frozenset[str] = frozenset()  # outputs that pass no gradient on; autograd is told so
-    mutates: str | None = None  # input port that is updated in place and returned
     aliases: bool = False  # outputs may be views of inputs
 
     @functools.cached_property
@@ -95,10 +98,12 @@ class Op:
         return tuple(n for n in names if n in chosen)
 
     def cost(self, inputs: Specs, outputs: Specs, attrs: dict[str, Any]) -> tuple[int, int]:
-        """(flops, bytes), bytes = every operand once, symbolic dims at their hint."""
+        """(flops, bytes), bytes = every operand once, symbolic dims at their hint. Without a rule of its own an op computes
+        each element of its outputs once, and nothing where it only moves values (kind ``layout``)."""
         nbytes = 0 if self.aliases else sum(s.nbytes() for s in inputs.values()) + sum(s.nbytes() for s in outputs.values())
-        flops = self.flops(inputs, outputs, attrs) if self.flops else sum(s.numel() for s in outputs.values())
-        return flops, nbytes
+        if self.flops is not None:
+            return self.flops(inputs, outputs, attrs), nbytes
+        return 0 if self.kind == "layout" else sum(s.numel() for s in outputs.values()), nbytes
 
 
 _FAMILIES = ("elementwise", "norm", "linear", "layout", "rope", "attention", "activation", "loss", "collectives")
@@ -136,6 +141,13 @@ def acc_dtype(spec: TensorSpec) -> str:
 def demand(ok: bool, op: str, field: str, value: object, rule: str, remedy: str = "") -> None:
     if not ok:
         raise GraphError(f"{op}: {field} = {value}: {rule}" + (f"; {remedy}" if remedy else ""))
+
+
+def finite(op: str, field: str, value: object) -> None:
+    """Refuses what is not a finite Python number: tensors, which would have to be read, and NaN and infinities among them."""
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    demand(ok, op, field, value if isinstance(value, int | float | str | None) else type(value).__name__,
+           "must be a finite Python number", f"pass {field} as a float")  # fmt: skip
 
 
 def same_shape(op: str, field: str, a: TensorSpec, b: TensorSpec) -> None:

@@ -1,0 +1,37 @@
+"""A step captured into a CUDA graph: what the tests of capture share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Results = tuple[torch.Tensor, ...]
+WARM_UPS = 3  # plans, compiled kernels and library handles exist before the capture
+
+
+def captured(step: Callable[[], Results]) -> Callable[[], Results]:
+    """``step`` (no arguments, a tuple of tensors) warmed up on a side stream and captured. The returned function replays it
+    and returns copies of its results: the next replay writes over the graph's own."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+
+    def replay() -> Results:
+        graph.replay()
+        return tuple(r.clone() for r in results)
+
+    return replay
+
+
+def new_data(*tensors: torch.Tensor) -> None:
+    """Other random values in the same memory: what a graph reads when it is replayed."""
+    with torch.no_grad():
+        for t in tensors:
+            t.copy_(torch.randn_like(t))

@@ -4,8 +4,8 @@ Shapes are written ``[b, s, h, d]`` (batch, sequence, heads, head dim) or packed
 ``engine="family/name"`` (force one engine; a decline is an error) and ``policy=`` (a mode or a Policy). Inputs that break a
 rule raise ValueError or TypeError before any launch, naming field, value and rule. Inputs are never modified.
 
-Double backward (``create_graph=True``) and torch.func transforms are refused with a RuntimeError, except where the whole plan
-is one call that its library differentiates (``linear`` on torch is): torch differentiates that as often as asked.
+Double backward (``create_graph=True``) and torch.func transforms of recorded calls are refused with a RuntimeError, except where
+the whole plan is one library call (``linear`` without a bias on torch is): torch differentiates that as often as asked.
 """
 
 from __future__ import annotations
@@ -154,6 +154,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"rope: x = {type(x).__name__}: must be a torch.Tensor")
+    if positions is not None and not isinstance(positions, Tensor):
+        raise TypeError(f"rope: positions = {type(positions).__name__}: must be a torch.Tensor of int32 or int64")
     if x.dim() not in (3, 4):
         raise ValueError(f"rope: x has {x.dim()} dims: must be [b, s, h, d] or packed [t, h, d]; flatten the leading ones")
     axis = 1 if x.dim() == 4 else 0
@@ -236,7 +238,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[in
     ``q`` [b, sq, hq, d], ``k`` [b, sk, hk, d], ``v`` [b, sk, hk, dv], hq a multiple of hk -> out [b, sq, hq, dv], lse float32
     [b, hq, sq] (natural log). Packed: q [tq, hq, d], k, v [tk, hk, ...] with ``cu_seqlens_q/k`` (int32, [n + 1], from 0,
     non-decreasing) -> lse [hq, tq]; ``max_seqlen_q/k``: longest segments, for kernels; unset, the token counts serve.
-    Rows behind the last end belong to no segment: whatever they hold, they give 0, LSE -inf and gradient 0.
+    Rows behind the last end belong to no segment: whatever they hold, they give 0, LSE -inf and gradient 0, none to a sink either.
     ``layout="sbhd"``: sequence first. Causal is bottom-right aligned; ``window`` (L, R) keeps keys
     i + sk - sq - L ... i + sk - sq + R, None open. ``sink`` [hq] adds one logit per head to the denominator; the LSE includes
     it. A row that sees no key gives 0 and LSE -inf (the sink, with one). ``mask``: bool [1 or b, 1 or h, sq, sk], True hides.
@@ -270,7 +272,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[in
         raise ValueError(f"attention: cu_seqlens / max_seqlen with layout {layout!r}: they belong to packed inputs [t, h, d]")
     else:
         patterns = ("s b h! d!", "s b g! d!", "s b g! e!") if layout == "sbhd" else ("b s h! d!", "b s g! d!", "b s g! e!")
-    attrs = (("layout", layout), ("causal", bool(causal) if isinstance(causal, int) and causal in (0, 1) else causal), ("window", window), ("scale", softmax_scale), ("dropout", dropout),
+    attrs = (("layout", layout), ("causal", causal), ("window", window), ("scale", softmax_scale), ("dropout", dropout),
              ("max_seqlen_q", bucket(max_seqlen_q) if max_seqlen_q else None),
              ("max_seqlen_k", bucket(max_seqlen_k) if max_seqlen_k else None))  # fmt: skip
     seed, offset = _seed_offset("attention", rng)

@@ -43,13 +43,13 @@ class Arch:
         """``sm_90``, ``sm90``, ``90``, ``sm_90a``, ``cpu``, or a GPU's name (``H100``, ``RTX PRO 6000``); anything else is refused
         with the close names."""
         board = re.sub(r"[\s_-]+|nvidia|geforce", "", name.lower())
-        if board in GPUS:
-            return ARCHS[GPUS[board]]
+        if board in GPU_NAMES:
+            return ARCHS[GPU_NAMES[board]]
         key = name.lower().replace("sm", "").strip("_").rstrip("af")
         key = "cpu" if key == "cpu" or name.lower() == "cpu" else f"sm_{key}"
         if key not in ARCHS:
-            close = difflib.get_close_matches(board, GPUS, 1) or difflib.get_close_matches(key, ARCHS, 1)
-            hint = f"; did you mean {close[0].upper() if close[0] in GPUS else close[0]!r}?" if close else ""
+            close = difflib.get_close_matches(board, GPU_NAMES, 1) or difflib.get_close_matches(key, ARCHS, 1)
+            hint = f"; did you mean {close[0].upper() if close[0] in GPU_NAMES else close[0]!r}?" if close else ""
             raise ValueError(f"arch = {name!r}: must be one of {', '.join(ARCHS)}, or a GPU's name such as H100{hint}")
         return ARCHS[key]
 
@@ -97,7 +97,7 @@ ARCHS: dict[str, Arch] = {a.name: a for a in (
 )}  # fmt: skip
 
 # what people call a GPU, in lower case and without spaces and hyphens -> its arch
-GPUS: dict[str, str] = {name: arch for arch, names in {
+GPU_NAMES: dict[str, str] = {name: arch for arch, names in {
     "sm_80": ("a100", "a800", "a30"),
     "sm_89": ("l40s", "l40", "l20", "l4", "rtx6000ada", "rtx4090"),
     "sm_90": ("h100", "h200", "h800", "h20", "gh200"),

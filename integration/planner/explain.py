@@ -127,12 +127,14 @@ def _differentiable(op: str, port: str) -> bool:
 def _one_node(op: str, shapes: Mapping[str, tuple[Sequence[int], str]], attrs: Mapping[str, Any]) -> Graph:
     b = GraphBuilder()
     ports, problems = op_table()[op].input_names, []
-    for name, (_, dtype) in shapes.items():
+    for name, (size, dtype) in shapes.items():
         if name not in ports:
             problems.append(f"{op}: no input port {name!r}; it has {', '.join(ports)}")
         if dtype not in ITEMSIZE:
             close = [_SHORT[dtype]] if dtype in _SHORT else difflib.get_close_matches(dtype, ITEMSIZE, 1, _CLOSE)
             problems.append(f"{name} = {dtype!r}: unknown dtype; " + (f"did you mean {close[0]}?" if close else f"known: {', '.join(ITEMSIZE)}"))
+        if any(int(s) < 0 for s in size):
+            problems.append(f"{name} = {list(size)}: a size must not be negative")
     for name in required_ports(op):
         if name not in shapes:
             problems.append(f"{op}: input port {name!r} must be given; add --shape {name}=SIZExSIZE:DTYPE, in Python "

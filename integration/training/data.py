@@ -6,10 +6,13 @@ the number of ranks changes which sample comes when, and a resumed run goes on w
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -30,6 +33,28 @@ def _cache_of(prefix: str) -> Path:
     return Path(f"{prefix}.cache") / f"{stat.st_size:x}-{stat.st_mtime_ns:x}"
 
 
+def _shared_cache(prefix: str, ranks: Ranks) -> str:
+    """The folder of the cached sample index, "" where every rank must make its own in memory: Megatron writes it on rank 0, and
+    names it by the path of the data. So all must have the data at one path, and see there what rank 0 writes."""
+    box: list[str | None] = [None, prefix]
+    mark = None
+    if ranks.rank == 0:
+        try:
+            folder = _cache_of(prefix)
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, mark = tempfile.mkstemp(prefix=".seen-", dir=folder)
+            os.close(handle)
+        except OSError:  # a folder of data that cannot be written to
+            mark = None
+        box[0] = mark
+    dist.broadcast_object_list(box, src=0, group=ranks.control)
+    seen = [False] * ranks.world
+    dist.all_gather_object(seen, box[0] is not None and box[1] == prefix and Path(box[0]).exists(), group=ranks.control)
+    if mark is not None:
+        Path(mark).unlink(missing_ok=True)
+    return str(_cache_of(prefix)) if all(seen) else ""  # None would be Megatron's default, a folder again
+
+
 class Samples:
     """The training split as an endless sequence of samples, and the start of the validation split. Built on every rank;
     ranks that read nothing hold None. Raises RecipeError on all ranks together where a split holds too little."""
@@ -42,7 +67,7 @@ class Samples:
         config = GPTDatasetConfig(
             random_seed=recipe.data.seed, sequence_length=recipe.model.seq_length, blend=([prefix], None), split=recipe.data.split,
             tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False,
-            eod_mask_loss=recipe.data.mask_loss_after_eod, create_attention_mask=False, path_to_cache=str(_cache_of(prefix)),
+            eod_mask_loss=recipe.data.mask_loss_after_eod, create_attention_mask=False, path_to_cache=_shared_cache(prefix, ranks),
         )  # fmt: skip
         built = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], self._is_built_here, config).build()
         self._training, self._validation = built[:2] if self._reads else (None, None)

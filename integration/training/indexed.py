@@ -34,7 +34,6 @@ class DatasetInfo:
     """``dtype``: NumPy's, of the tokens in prefix.bin."""
 
     sequences: int
-    sequences: int
     documents: int
     tokens: int
     dtype: str

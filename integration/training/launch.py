@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from ...recipes.config import folder_problems, load_pins
 from ...recipes.size import flops_per_token, memory_estimate, parameter_count
 from ..engines.packages import install_command, locate
 from ..planner.plan_file import Pins
+from ..settings import launcher_environment
 from .indexed import check_data
 from .quiet import quiet
 
@@ -40,9 +40,11 @@ def pretrain_command(recipe: str, overrides: list[str], dry_run: bool) -> int:
 
 def _say_once(text: str) -> None:
     """Print what every rank of a node finds alike, from rank 0 alone. The others wait: torchrun ends them as soon as rank 0 is gone,
-    and one that is still there after its time met something that rank 0 did not, and says so."""
-    rank, local = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-    if rank and "TORCHELASTIC_RUN_ID" in os.environ:
+    and one that is still there after its time met something that rank 0 did not, and says so. A launcher's variables that make no
+    rank count as rank 0."""
+    env = launcher_environment()
+    rank, world, local = (int(v) if (v := env.get(name, "0")).isascii() and v.isdigit() else 0 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if 0 < rank < world:
         time.sleep(_GRACE_S if local == 0 else 2 * _GRACE_S)
         text = f"rank {rank}: {text}"
     print(text, file=sys.stderr, flush=True)

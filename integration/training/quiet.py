@@ -14,6 +14,7 @@ WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     # what Transformer Engine and Apex give Megatron comes from layerplan
     (r"Transformer Engine and Apex are not installed", UserWarning, _MEGATRON),
     (r"Apex is not installed", UserWarning, _MEGATRON),
+    (r"Could not determine rank", UserWarning, _MEGATRON),  # one process by itself has none
     # Megatron's plans for its later releases, and the state of parts that no recipe uses
     (r"", DeprecationWarning, _MEGATRON),
     (r"", FutureWarning, _MEGATRON),

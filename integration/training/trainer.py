@@ -325,8 +325,7 @@ class Trainer:
         """
         previous = {s: signal.signal(s, self._on_signal) for s in _SIGNALS} if _in_main_thread() else {}
         try:
-            if self.resume() and self.step >= self.recipe.train.steps:
-                self.say(f"step {self.step} of {self.recipe.train.steps} is done: nothing left to train; raise train.steps to go on")
+            self.resume()
             return self._loop()
         finally:
             for number, handler in previous.items():
@@ -368,6 +367,8 @@ class Trainer:
         finally:
             recorder.close()
         self._say_resumed()
+        if self.step < first and not interrupted:
+            self.say(f"step {self.step} of {steps} is done: nothing left to train; raise train.steps to go on")
         self._stop_without_metrics(recorder)
         if interrupted:
             saved = "; checkpoint.dir is not set, so nothing was saved" if self.checkpoints is None else ", saved" if self.step else ""

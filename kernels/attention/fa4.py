@@ -108,8 +108,6 @@ def _backward_decline(region: Region, arch: Arch, deterministic: bool) -> str | 
         return f"backward with head dim 256: neither sink nor LSE gradient on {arch.name}"
     if deterministic and major == 12:
         return f"deterministic backward: not on {arch.name}"
-    if region.node.attr("layout") == "thd" and region.spec("sink") is not None and region.spec("dlse") is not None:
-        return "LSE gradient with a sink and packed sequences: it skips rows behind the last segment, which have one"
     if _rows(region, "q") * _up(d, 64) >= 2**31:
         return "one head's float32 dq accumulator would pass 2^31 elements, which it indexes with 32 bits"
     return None
@@ -313,8 +311,6 @@ def _packed_forward(code: Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
         tokens, h, _ = q.shape
         out = torch.zeros((tokens, h, dv), dtype=q.dtype, device=q.device)
         lse = torch.full((h, tokens), float("-inf"), dtype=torch.float32, device=q.device)
-        if sink is not None:
-            lse.copy_(sink.unsqueeze(1))
         (v,) = _zero_tail(cu_k, v)  # hidden scores are replaced, but a weight of 0 does not hide a NaN
         call(_ready(q), _ready(k), v, out, lse, _vector(sink), _ends(cu_q), _ends(cu_k), tokens)
         return out, lse

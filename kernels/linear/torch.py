@@ -6,6 +6,7 @@ import torch
 
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
+from ...integration.graph.ops.table import as_rows
 
 _mm = torch.mm
 _linear = torch._C._nn.linear  # F.linear without its Python frame
@@ -47,26 +48,22 @@ class TorchLinear(Engine):
         return _wgrad_accumulate_fp32 if ctx.arch.is_gpu else _wgrad_accumulate_two_steps
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-
-
 def _wgrad2d(dy, x):
     return _mm(dy.t(), x)
 
 
 def _wgrad(dy, x):
-    return _mm(_rows(dy).t(), _rows(x))
+    return _mm(as_rows(dy).t(), as_rows(x))
 
 
 def _wgrad_accumulate_same(dy, x, accumulate):
-    return accumulate.addmm_(_rows(dy).t(), _rows(x))
+    return accumulate.addmm_(as_rows(dy).t(), as_rows(x))
 
 
 def _wgrad_accumulate_fp32(dy, x, accumulate):
-    return torch.ops.aten.addmm.dtype_out(accumulate, _rows(dy).t(), _rows(x), torch.float32, out=accumulate)
+    return torch.ops.aten.addmm.dtype_out(accumulate, as_rows(dy).t(), as_rows(x), torch.float32, out=accumulate)
 
 
 def _wgrad_accumulate_two_steps(dy, x, accumulate):
     # the product of low-precision operands is rounded once only if it is made in float32
-    return accumulate.addmm_(_rows(dy).float().t(), _rows(x).float())
+    return accumulate.addmm_(as_rows(dy).float().t(), as_rows(x).float())

@@ -6,6 +6,7 @@ import torch
 
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
+from ...integration.graph.ops.table import as_rows
 from ..common.evaluate import reference_launch
 
 
@@ -25,7 +26,7 @@ class TorchLayout(Engine):
         if node.op == "row_sum":
             dtype = node.attr("dtype")
             if dtype in (None, ctx.region.spec("x").dtype):  # aten accumulates in float32 inside
-                return CompiledRegion(lambda x: x.reshape(-1, x.shape[-1]).sum(0))
+                return CompiledRegion(lambda x: as_rows(x).sum(0))
         if node.op == "sum_heads":
             return CompiledRegion(lambda x: x.sum(-2, keepdim=True))
         return CompiledRegion(reference_launch(ctx.region))

@@ -172,8 +172,7 @@ def plain_attention(t: Tensors, *, causal: bool = False, window=(None, None), sc
         lses.append(lse)
     rest = q.shape[0] - cq[-1]
     outs.append(q.new_zeros(rest, q.shape[1], v.shape[-1]))
-    empty = lses[0].new_full((q.shape[1], rest), float("-inf")) if sink is None else sink.to(lses[0].dtype)[:, None].expand(-1, rest)
-    lses.append(empty)
+    lses.append(lses[0].new_full((q.shape[1], rest), float("-inf")))
     return torch.cat(outs), torch.cat(lses, -1)
 
 
@@ -372,6 +371,7 @@ CASES: tuple[OpCase, ...] = (
     _attention_case("odd_dim", (1, 5, 2, 11), (1, 5, 2, 11)),
     _attention_case("packed", (14, 4, 16), (16, 2, 16), cu=([0, 3, 8, 14], [0, 6, 11, 16]), causal=True),
     _attention_case("packed_empty_and_tail", (12, 4, 16), (15, 2, 16), cu=([0, 0, 3, 3, 9], [0, 4, 9, 12, 12]), causal=True),
+    _attention_case("packed_sink_tail", (12, 4, 16), (15, 2, 16), cu=([0, 0, 3, 9], [0, 4, 9, 9]), causal=True, sink=True),
     _attention_case("packed_sink_window", (9, 4, 16), (9, 2, 16), cu=([0, 4, 9], [0, 4, 9]), causal=True, window=(2, None), sink=True),
     _bda_case("plain", (5, 24), False),
     _bda_case("bias", (2, 3, 33), True),

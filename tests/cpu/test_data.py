@@ -171,6 +171,42 @@ def test_a_damaged_dataset_is_refused_and_the_file_named(corpus, tmp_path, suffi
     assert [p.field for p in check_data(recipe)[0]] == ["data.prefix"]
 
 
+HEAD, SEQUENCES = 34, 7  # bytes of an index's header; sequences of the corpus
+
+
+@pytest.mark.parametrize(
+    ("place", "form", "values", "said"),
+    [
+        (HEAD, "<2i", (-5, 10), "length of sequence 0 is -5: must be at least 0"),
+        (HEAD + 4 * SEQUENCES + 8, "<q", (10**12,), "pointer of sequence 1 is 1000000000000: must be where the sequences before it end"),
+        (HEAD + 12 * SEQUENCES, "<q", (1,), "table of documents is from 1 to 7: must go from 0 to the 7 sequences"),
+        (HEAD + 12 * SEQUENCES + 16, "<q", (0,), "start of document 2 is 0: must not be before"),
+        (HEAD + 12 * SEQUENCES + 8 * SEQUENCES, "<q", (10**6,), "from 0 to 1000000"),
+        (17, "<B", (7,), "token code 7"),
+    ],
+)  # fmt: skip
+def test_a_damaged_index_of_the_right_size_is_refused_by_its_entry(corpus, tmp_path, place, form, values, said):
+    prepare([corpus], tmp_path / "out", tokenizer="byte")
+    data = bytearray((tmp_path / "out.idx").read_bytes())
+    struct.pack_into(form, data, place, *values)
+    (tmp_path / "out.idx").write_bytes(data)
+    with pytest.raises(DatasetError) as caught:
+        check_dataset(tmp_path / "out")
+    assert "out.idx" in str(caught.value) and said in str(caught.value)
+
+
+def test_tokens_outside_the_vocabulary_are_a_problem_of_the_data(corpus, tmp_path, monkeypatch):
+    prepare([corpus], tmp_path / "out", tokenizer="byte")
+    recipe = load_recipe("gpt_tiny", [f"data.prefix={tmp_path / 'out'}"])
+    assert check_data(recipe)[0] == []
+    with (tmp_path / "out.bin").open("r+b") as f:
+        f.write(struct.pack("<H", 258))
+    (problem,) = check_data(recipe)[0]
+    assert problem.field == "data.prefix" and "out.bin: holds the token id 258" in problem.rule and "vocab_size = 258" in problem.rule
+    monkeypatch.setattr("layerplan.integration.training.indexed._SCANNED_BYTES", 10)
+    assert check_data(recipe)[0] == []  # large data is looked at batch by batch
+
+
 def test_a_dataset_that_is_not_there_is_one_problem_with_the_command_that_makes_it(tmp_path):
     (problem,) = check_data(load_recipe("gpt_tiny", [f"data.prefix={tmp_path / 'mine'}"]))[0]
     assert (problem.field, problem.rule) == ("data.prefix", f"{tmp_path / 'mine.idx'}: no such file")

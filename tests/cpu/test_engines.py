@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from layerplan.integration.engines.arch import ARCHS, GPUS, Arch
+from layerplan.integration.engines.arch import ARCHS, GPU_NAMES, Arch
 from layerplan.integration.engines.contract import BuildContext, Decline, Offer
 from layerplan.integration.engines.manifest import BY_ID, MANIFEST
 from layerplan.integration.graph.autodiff import differentiate
@@ -222,7 +222,7 @@ def test_a_gpus_name_is_its_arch_however_it_is_spelt():
     names = {"A100": "sm_80", "NVIDIA H100": "sm_90", "h200": "sm_90", "B200": "sm_100", "gb-300": "sm_103", "RTX PRO 6000": "sm_120",
              "GeForce RTX 4090": "sm_89", "L4": "sm_89"}  # fmt: skip
     assert {name: Arch.parse(name).name for name in names} == names
-    assert set(GPUS.values()) == {a.name for a in ARCHS.values() if a.is_gpu}
+    assert set(GPU_NAMES.values()) == {a.name for a in ARCHS.values() if a.is_gpu}
     with pytest.raises(ValueError, match=r"'H1000': must be one of sm_80, .* or a GPU's name such as H100; did you mean 'H100'\?"):
         Arch.parse("H1000")
 

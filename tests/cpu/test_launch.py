@@ -66,14 +66,15 @@ def test_a_missing_gpu_is_not_torchs_to_report_but_the_rest_of_its_log_is(heard)
 
 
 @pytest.mark.parametrize(("env", "waits", "said"), [
-    ({}, [], "bad\n"), ({"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "1"}, [], "bad\n"), ({"RANK": "3"}, [], "bad\n"),
-    ({"RANK": "8", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "1"}, [launch._GRACE_S], "rank 8: bad\n"),
-    ({"RANK": "3", "LOCAL_RANK": "3", "TORCHELASTIC_RUN_ID": "1"}, [2 * launch._GRACE_S], "rank 3: bad\n"),
+    ({}, [], "bad\n"), ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16"}, [], "bad\n"), ({"RANK": "3"}, [], "bad\n"),
+    ({"RANK": "x", "WORLD_SIZE": "2"}, [], "bad\n"), ({"RANK": "2", "WORLD_SIZE": "2"}, [], "bad\n"),
+    ({"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "16"}, [launch._GRACE_S], "rank 8: bad\n"),
+    ({"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "16"}, [2 * launch._GRACE_S], "rank 3: bad\n"),
 ])  # fmt: skip
 def test_rank_0_speaks_at_once_and_another_only_if_it_is_still_there_later(monkeypatch, capsys, env, waits, said):
     slept = []
     monkeypatch.setattr(launch.time, "sleep", slept.append)
-    for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)

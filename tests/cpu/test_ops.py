@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from layerplan.integration import ops
+from layerplan.integration.planner.policy import Policy
 from tests import oracle
 from tests.cases.catalogue import BY_ID, CASES, Declined, engines_for, hold
 from tests.cases.taken import must_take
@@ -233,6 +234,116 @@ def test_forcing_an_engine_that_has_no_code_for_the_op_is_an_error():
 
 def test_unknown_engine_is_refused_with_the_known_ones():
     _refused(["norm/fast", "norm/torch"], ops.rms_norm, torch.randn(2, 8), torch.ones(8), eps=1e-5, engine="norm/fast")
+
+
+CU, X4, X3 = torch.tensor([0, 5], dtype=torch.int32), torch.zeros(1, 5, 2, 8), torch.zeros(5, 2, 8)
+ONE, TWO = torch.tensor([1]), torch.tensor([1, 2])
+
+
+def _attend(packed=False, **kw):
+    x = X3 if packed else X4
+    return ops.attention(x, x, x, **({"causal": True} | ({"cu_seqlens_q": CU, "cu_seqlens_k": CU} if packed else {}) | kw))
+
+
+def _norm(eps=1e-5, **kw):
+    return ops.rms_norm(torch.zeros(2, 8), torch.ones(8), eps=eps, **kw)
+
+
+def _loss(ignored):
+    return ops.cross_entropy(torch.zeros(2, 3), TWO, ignore_index=ignored)
+
+
+def _add(**kw):
+    return ops.bias_dropout_add(torch.zeros(2, 8), torch.zeros(2, 8), **kw)
+
+
+def _rope(x=X4, **kw):
+    return ops.rope(x, torch.zeros(5, 4), torch.zeros(5, 4), **kw)
+
+
+PER_MODULE = {"*": "reference"}
+NUMBERS = [None, "x", torch.tensor(1.0), float("nan"), float("inf"), [1.0]]
+WRONG = [
+    *(("policy", "modules", f, {"policy": p}) for f in (_attend, _norm, _add, _rope) for p in (PER_MODULE, Policy(per_module=PER_MODULE))),
+    *(("window", "tuple", _attend, {"window": w, "packed": p}) for w in ([1, 0], 3, (1, 2, 3), (1.5, 0), None) for p in (False, True)),
+    *(("max_seqlen_q", "an int", _attend, {"packed": True, "max_seqlen_q": m}) for m in (5.0, torch.tensor(5), -1, [5])),
+    *((f"cu_seqlens_{s}", "torch.Tensor", _attend, {"packed": True, f"cu_seqlens_{s}": [0, 2, 5]}) for s in "qk"),
+    *(("softmax_scale", "", _attend, {"softmax_scale": s}) for s in NUMBERS[1:]), *(("eps", "", _norm, {"eps": e}) for e in NUMBERS),
+    *(("clamp", "", lambda clamp: ops.swiglu(torch.zeros(2, 8), clamp=clamp), {"clamp": c}) for c in NUMBERS[1:]),
+    *(("p =", "", _add, {"p": p}) for p in NUMBERS), *(("dropout", "", _attend, {"dropout": p}) for p in NUMBERS),
+    *(("ignore_index", "", _loss, {"ignored": i}) for i in (None, 1.0, "a", ONE, [1])),
+    *(("seed", "one element", f, {d: 0.1, "rng": r}) for f, d in ((_attend, "dropout"), (_add, "p")) for r in ((TWO, ONE), (ONE.int(), ONE))),
+    *(("rng", "pair", f, {d: 0.1, "rng": 5}) for f, d in ((_attend, "dropout"), (_add, "p"))), ("rng", "ignored", _add, {"rng": (ONE, ONE)}),
+    *(("causal", "", _attend, {"causal": c, "packed": p}) for c in ("no", None, ONE, [True]) for p in (False, True)),
+    ("zero_centered", "True or False", _norm, {"zero_centered": "no"}), ("inverse", "True or False", _rope, {"inverse": "no"}),
+    ("positions", "torch.Tensor", _rope, {"positions": [1]}), ("x has 5 dims", "[b, s, h, d]", _rope, {"x": X4[None]}),
+    ("cos", "share a shape", lambda: ops.rope(X4, torch.tensor(1.0), torch.tensor(1.0)), {}),
+    ("q", "torch.Tensor", lambda: ops.attention([1], X4, X4, causal=True), {}), ("x", "torch.Tensor", _rope, {"x": [1]}),
+    ("head dim", "at least 1", lambda: ops.attention(X4[..., :0], X4[..., :0], X4, causal=True), {}),
+    *(("x", "rank 1", f, {}) for f in (lambda: ops.rms_norm(torch.tensor(1.0), torch.ones(8), eps=1e-5), lambda: ops.swiglu(torch.tensor(1.0)))),
+    ("x", "one dim", lambda: ops.bias_dropout_add(torch.tensor(1.0), torch.tensor(1.0), bias=torch.ones(8)), {}),
+    ("logits", "one class", lambda: ops.cross_entropy(torch.zeros(2, 0), torch.tensor([-100, -100])), {}),
+    ("engine", "immutable", _norm, {"engine": ["norm/torch"]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", WRONG, ids=lambda r: "-".join([r[0], *(type(v).__name__ for v in r[3].values())]))
+def test_an_argument_of_a_wrong_type_is_refused_by_name_and_its_runner_is_not_kept(row):
+    field, rule, call, kw = row
+    kept = len(ops._runners)
+    _refused([field, rule], call, error=(ValueError, TypeError), **kw)
+    assert len(ops._runners) == kept
+
+
+@pytest.mark.parametrize("engine", [None, "reference/eager", "linear/torch"])
+@pytest.mark.parametrize(("x", "w"), [((3, 2, 0), (5, 0)), ((3, 2, 4), (0, 4)), ((3, 0), (5, 0)), ((0, 4), (5, 4)), ((2, 0, 4), (5, 4))])
+def test_linear_with_bias_takes_empty_sizes_forward_and_backward(x, w, engine):
+    gen = torch.Generator().manual_seed(0)
+    x, w, bias = (torch.randn(*s, generator=gen, requires_grad=True) for s in (x, w, w[:1]))
+    y = ops.linear(x, w, bias, engine=engine)
+    assert torch.equal(y, bias.expand(*x.shape[:-1], -1)), "a sum over nothing"
+    y.backward(torch.full_like(y, 2.0))
+    assert torch.equal(bias.grad, torch.full_like(bias, 2.0 * math.prod(x.shape[:-1])))
+    assert x.grad.shape == x.shape and w.grad.shape == w.shape and not x.grad.any() and not w.grad.any()
+
+
+def test_a_call_on_meta_tensors_does_not_serve_one_that_mixes_devices():
+    x, w = torch.empty(2, 8, device="meta"), torch.empty(4, 8, device="meta")
+    assert ops.linear(x, w).is_meta
+    _refused(["weight on cpu", "x on meta"], ops.linear, x, torch.empty(4, 8))
+
+
+@pytest.mark.parametrize("port", ["cos", "sin"])
+def test_a_rotation_table_that_requires_a_gradient_is_refused_unless_nothing_is_recorded(port):
+    gen = torch.Generator().manual_seed(0)
+    t = {"x": torch.randn(1, 5, 2, 8, generator=gen), "cos": torch.randn(5, 4, generator=gen), "sin": torch.randn(5, 4, generator=gen)}
+    want = ops.rope(**t)
+    t[port].requires_grad_()
+    for x in (t["x"], t["x"].clone().requires_grad_()):
+        with torch.no_grad():
+            assert torch.equal(ops.rope(x, t["cos"], t["sin"]), want)
+        _refused([f"{port} requires a gradient", f"pass {port}.detach()"], ops.rope, x, t["cos"], t["sin"])
+        assert torch.equal(ops.rope(x, t["cos"].detach(), t["sin"].detach()), want)
+
+
+def test_rows_of_no_segment_give_nothing_to_a_sink_whatever_they_hold():
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(6, h, 8, generator=gen, dtype=torch.float64) for h in (4, 2, 2))
+    cu_q, cu_k = torch.tensor([0, 2, 4]), torch.tensor([0, 3, 3])  # the second segment sees the sink alone
+    sink = torch.randn(4, generator=gen, dtype=torch.float64, requires_grad=True)
+    q[4:] = float("nan")
+
+    def run(q):
+        return ops.attention(q, k, v, causal=False, sink=sink, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True)
+
+    out, lse = run(q)
+    assert not out[2:].any() and bool((lse[:, 4:] == float("-inf")).all()) and torch.equal(lse[:, 2:4], sink.detach()[:, None].expand(-1, 2))
+    (with_tail,) = torch.autograd.grad((out.sum(), lse[:, :4].sum()), sink)
+    (rows_alone,) = torch.autograd.grad(sum(t.sum() for t in run(q[:4])), sink)
+    torch.testing.assert_close(with_tail, rows_alone, rtol=1e-13, atol=0)
+    assert rows_alone.all(), "the rows of the second segment pass the LSE's gradient on"
+    (tail,) = torch.autograd.grad(run(q)[1][:, 4:].sum(), sink)
+    assert not tail.any()
 
 
 def test_segments_may_be_none_at_all():

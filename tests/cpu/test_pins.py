@@ -13,6 +13,7 @@ from layerplan.integration.engines.arch import ARCHS
 from layerplan.integration.engines.contract import Decline, Offer
 from layerplan.integration.engines.manifest import BY_ID
 from layerplan.integration.graph.ir import Dim, GraphBuilder
+from layerplan.integration.graph.ops.table import op_table
 from layerplan.integration.planner import plan_file
 from layerplan.integration.planner.cover import convex, grow
 from layerplan.integration.planner.plan_file import Pin, Pins, PlanFileError, pins_of
@@ -113,6 +114,32 @@ def test_a_shape_class_that_was_not_planned_is_not_pinned():
     pins = pinning(plan(linear_graph(), CPU), "reference/eager", "linear")
     assert cover_of(plan(linear_graph(), CPU, pins=pins)) == [[(("linear",), "reference/eager")]]
     assert cover_of(plan(linear_graph(2048), CPU, pins=pins)) == [[(("linear",), "linear/torch")]]
+
+
+def test_a_pin_whose_ops_or_edges_are_not_those_of_its_region_is_an_error():
+    graph = linear_graph()
+    for wrong in (Pin("linear/torch", ("linear_dgrad",)), Pin("linear/torch", ("linear", "linear"), ((0, "y", 1, "x"),)), Pin("linear/torch", ("sdpa",))):
+        pins = Pins((("sm_90", contract.Region(graph).key(), wrong),), "plan file x", "write it anew")
+        with pytest.raises(PlanError, match=r"plan file x: pin \w+@1024: ops = .*: the region of that key has \['linear'\]; write it anew"):
+            plan(graph, SM90, pins=pins)
+        assert plan(graph, CPU, pins=pins).forward.regions, "a file for another arch"
+
+
+@needs_triton
+def test_a_pinned_region_with_other_edges_or_swallowed_under_other_ops_is_an_error():
+    graph = rows()
+    ((arch, key, pin),) = pins_of([plan(graph, SM90)]).rows
+    for edges in (pin.edges[:1], ((0, "y", 1, "residual"), *pin.edges[1:])):
+        with pytest.raises(PlanError, match="edges = "):
+            plan(graph, SM90, pins=Pins(((arch, key, Pin(pin.engine, pin.ops, edges)),)))
+    ((arch, key, _),) = single(graph, ("rms_norm", "reference/eager")).rows
+    with pytest.raises(PlanError, match=r"ops = \['squared_relu'\]: the region of that key has \['rms_norm'\]"):
+        plan(graph, SM90, pins=Pins(((arch, key, Pin("reference/eager", ("squared_relu",))),)))
+
+
+def test_the_manifest_names_every_op_that_an_engine_can_be_pinned_for():
+    named = {op for e in BY_ID.values() for op in e.ops} - {"*"}
+    assert named == {name for name, op in op_table().items() if op.kind != "collective"}
 
 
 # ---- grouping --------------------------------------------------------------------------------------------------------
@@ -281,7 +308,7 @@ def test_an_engine_without_a_choice_of_knobs_declines_others():
 
 
 def good():
-    return {"ops": ["a", "b"], "edges": [[0, "y", 1, "x"]], "engine": "norm/torch", "knobs": {}}
+    return {"ops": ["add", "rms_norm"], "edges": [[0, "y", 1, "x"]], "engine": "norm/torch", "knobs": {}}
 
 
 @pytest.mark.parametrize(("content", "said"), [
@@ -289,6 +316,10 @@ def good():
     ({"sm_42": {}}, "arch 'sm_42' is not one of"), ({"cpu": {"k": good() | {"engine": "norm/none"}}}, "pin k: engine 'norm/none' is not in the manifest"),
     ({"cpu": {"k": "norm/torch"}}, "pin k: must hold ops, edges, engine and knobs"), ({"cpu": {"k": good() | {"wings": 1}}}, "pin k: must hold"),
     ({"cpu": {"k": good() | {"ops": []}}}, "pin k: ops must be names"), ({"cpu": {"k": good() | {"edges": [[1, "y", 0, "x"]]}}}, "pin k: edge"),
+    ({"cpu": {"k": good() | {"ops": ["add", "rms_nrom"]}}}, "no engine has an op 'rms_nrom'; did you mean 'rms_norm'?"),
+    ({"cpu": {"k": good() | {"ops": ["add", "all_gather"]}}}, "no engine has an op 'all_gather'"),
+    ({"cpu": {"k": good() | {"knobs": {"tile": {"m": 1}}}}}, "pin k: knob tile = {'m': 1}: must be a number"),
+    ({"cpu": {"k": good() | {"knobs": {"tile": [[1]]}}}}, "pin k: knob tile = [[1]]"), ('{"format": ' + "[" * 100_000, "cannot be read"),
     ({"cpu": {"k": good() | {"edges": [[0, "y", 2, "x"]]}}}, "pin k: edge"), ({"cpu": {"k": good() | {"edges": ["y"]}}}, "pin k: edge"),
 ])  # fmt: skip
 def test_a_corrupt_file_is_refused_with_its_name_and_what_is_wrong(tmp_path, content, said):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from layerplan.recipes import RECIPES, Recipe, RecipeError, apply_overrides, describe, load_recipe
+from layerplan.recipes.config import folder_problems
 from layerplan.recipes.size import flops_per_token, memory_estimate, parameter_count
 
 
@@ -128,6 +130,37 @@ def test_an_unknown_recipe_suggests_the_right_one():
 )  # fmt: skip
 def test_a_rule_that_is_broken_names_its_field(overrides, field):
     assert field in problems_of("gpt_tiny", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("model.num_layers=99999999999999999999", "at most 100000"), ("model.hidden_size=4611686018427387904", "at most 1000000"),
+        ("train.seed=4294967296", "at most 4294967295"), ("data.seed=18446744073709551616", "at most 4294967295"), ("data.seed=-1", "at least 0"),
+        ("train.threads=100000", "the CPUs of this machine"), ("data.split=inf,0,0", "finite shares"), ("data.split=nan,1,1", "finite shares"),
+        ("train.global_batch=1000000000000", "at most 100000000"),
+    ],
+)  # fmt: skip
+def test_a_size_that_no_run_passes_is_refused_by_its_limit(override, rule):
+    assert rule.replace("the CPUs", f"the {os.cpu_count()} CPUs") in problems_of("gpt_tiny", override)[override.partition("=")[0]]
+
+
+def test_patterns_are_not_held_against_layers_without_end():
+    found = problems_of("gpt_tiny", "model.num_layers=99999999999999999999", "plan.per_module=*.mlp=reference")
+    assert set(found) == {"model.num_layers"}
+
+
+@pytest.mark.parametrize("folder", ["/dev/null", "/dev/null/below", "/proc/x", "{file}", "{file}/below", "x" * 300])
+@pytest.mark.parametrize("field", ["checkpoint.dir", "logging.dir"])
+def test_a_folder_that_cannot_be_made_is_a_problem_of_its_field(tmp_path, field, folder):
+    (tmp_path / "file").write_text("")
+    (problem,) = folder_problems(load_recipe("gpt_tiny", [f"{field}={folder.format(file=tmp_path / 'file')}"]))
+    assert problem.field == field and "can be made and written to" in problem.rule
+
+
+def test_a_folder_that_can_be_made_is_none_and_is_left_as_it_was(tmp_path):
+    recipe = load_recipe("gpt_tiny", [f"checkpoint.dir={tmp_path}", f"logging.dir={tmp_path / 'a' / 'b'}"])
+    assert folder_problems(recipe) == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_file_pins_what_is_not_under_the_reference_policy():

@@ -162,7 +162,7 @@ def test_text_of_an_explanation_names_every_candidate_forward_and_backward():
     assert lines[0] == "sdpa on sm_90: attention/torch_cudnn"
     assert any(line.startswith("backward: sdpa_bwd: attention/torch_cudnn") for line in lines)
     for engine in ("attention/torch_cudnn", "attention/torch_flash", "attention/torch_cpu", "reference/eager"):
-        rows = [line.split() for line in lines if line.startswith("  ") and engine in line.split()]
+        rows = [line.split() for line in lines if line.startswith("  ") and line.split()[1] == engine]
         assert len(rows) == 2 and all(row[0] == ("yes" if engine == "attention/torch_cudnn" else "no") for row in rows), engine
     assert json.loads(json.dumps(found.to_json()))["chosen"] == "attention/torch_cudnn"
 

@@ -171,6 +171,26 @@ def test_double_backward_is_refused_with_a_clear_error():
         torch.autograd.grad(ops.swiglu(x).sum(), x)
 
 
+def test_one_library_call_is_differentiated_twice_as_torch_does():
+    gen = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(*s, generator=gen, dtype=torch.float64, requires_grad=True) for s in ((6, 8), (4, 8))]
+
+    def second(linear):
+        first = torch.autograd.grad(linear(*leaves).pow(3).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    for a, b in zip(second(ops.linear), second(torch.nn.functional.linear), strict=True):
+        assert torch.equal(a, b) and a.any()
+
+
+def test_torch_func_transforms_are_refused_except_through_one_library_call():
+    x, w = batch(), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"swiglu: torch\.func transforms.*not offered"):
+            torch.func.grad(lambda t: ops.swiglu(t).sum())(x)
+    torch.testing.assert_close(torch.func.grad(lambda t: ops.linear(t, w).sum())(x), w.sum(0).expand(6, 8))
+
+
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
 def test_one_library_call_is_left_to_its_own_autograd_and_gives_what_the_plan_gives(needs):
     runner = linear_runner()

@@ -12,7 +12,15 @@ from typing import get_args, get_type_hints
 import pytest
 
 from layerplan.integration import settings as module
-from layerplan.integration.settings import POLICIES, VARIABLES, Settings, SettingsError, relevant_environment, settings
+from layerplan.integration.settings import (
+    POLICIES,
+    VARIABLES,
+    Settings,
+    SettingsError,
+    launcher_environment,
+    relevant_environment,
+    settings,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,6 +116,11 @@ def test_settings_cannot_be_changed():
 def test_relevant_environment_shows_what_bears_on_training_and_nothing_else():
     env = {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0", "LAYERPLAN_LOG": "info", "HOME": "/h", "MY_TOKEN": "secret"}
     assert relevant_environment(env) == {"CUDA_VISIBLE_DEVICES": "0", "LAYERPLAN_LOG": "info", "NCCL_DEBUG": "INFO"}
+
+
+def test_the_launchers_variables_are_those_that_are_set_to_something():
+    env = {"RANK": "1", "WORLD_SIZE": " 2 ", "LOCAL_RANK": "", "MASTER_ADDR": "host", "HOME": "/h"}
+    assert launcher_environment(env) == {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host"}
 
 
 def _environment_reads(source: str) -> list[int]:

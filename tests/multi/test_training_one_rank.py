@@ -33,7 +33,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bitwise(result, case):
 
 @pytest.mark.parametrize("steps", ["4", "5"])
 def test_a_run_that_is_complete_says_that_nothing_is_left_to_train_and_changes_nothing(result, steps):
-    again = result["complete"][steps]
+    again = result["finished"][steps]
     assert again["rows"] == {} and f"step 5 of {steps} is done: nothing left to train; raise train.steps to go on" in again["said"]
     assert again["state"] == result[f"resume/{list(RESUME_CASES)[-1]}"]["second"]["state"]
 

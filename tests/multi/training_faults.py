@@ -9,12 +9,15 @@ import os
 import resource
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 from training_plans import PINNED, attention_answers
 from training_ranks import prepare_data, prepare_documents, quiet, recipe_of, refused, run, seal
 
 STEPS = ("train.steps=2", "schedule.warmup_steps=1", "schedule.decay_steps=9")
+DISKS = {100_000: "true", 3_000: "false", 100: "true"}
+"""Bytes that a file may have -> checkpoint.background."""
 DEEP = "[" * 100_000
 
 
@@ -142,15 +145,14 @@ def _worlds() -> dict:
 def _full_disks(work: Path, prefix: str) -> dict:
     """Files that may grow to so many bytes: the shards fail, the texts, the generator states; the metrics."""
     found = {}
-    for size in (100_000, 3_000, 100):
-        for background in ("true", "false"):
-            folder = work / f"full-{size}-{background}"
-            run(recipe_of(prefix, str(folder), *STEPS))
-            extra = ("train.steps=6", "checkpoint.every_steps=2", f"checkpoint.background={background}")
-            with largest_file(size):
-                full = launched(recipe_of(prefix, str(folder), *STEPS, *extra))
-            after = launched(recipe_of(prefix, str(folder), *STEPS, "train.steps=4"))
-            found[f"{size} {background}"] = {"full": full, "after": after, "whole": sorted(p.parent.name for p in folder.glob("step_*/COMPLETE.json"))}
+    for size, background in DISKS.items():
+        folder = work / f"full-{size}"
+        run(recipe_of(prefix, str(folder), *STEPS))
+        extra = ("train.steps=6", "checkpoint.every_steps=2", f"checkpoint.background={background}")
+        with largest_file(size):
+            full = launched(recipe_of(prefix, str(folder), *STEPS, *extra))
+        after = launched(recipe_of(prefix, str(folder), *STEPS, "train.steps=4"))
+        found[str(size)] = {"full": full, "after": after, "whole": sorted(p.parent.name for p in folder.glob("step_*/COMPLETE.json"))}
     folder = work / "full-metrics"
     with largest_file(700):
         metrics = launched(recipe_of(prefix, None, f"logging.dir={folder}"))
@@ -162,16 +164,12 @@ def two_ranks_faults(folder: str) -> dict:
     """The ranks join as any launcher would have them: by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone."""
     import torch.distributed as dist
 
-    from layerplan.integration.training.build import ranks_of
-
     quiet()
     rank, work = int(os.environ["RANK"]), Path(folder)
     own = work / f"data-{rank}"
     own.mkdir()
     same, other = prepare_documents(own), prepare_data(own)
     result = {}
-    with ranks_of(recipe_of(same, None)) as ranks:
-        result["joined"] = [ranks.rank, ranks.world, ranks.data_size]
     dist.init_process_group("gloo")
     directory = str(work / "run")
 
@@ -194,8 +192,26 @@ def two_ranks_faults(folder: str) -> dict:
         result["metrics"] = refused(lambda: run(recipe_of(same, None, *STEPS, "train.steps=5", f"logging.dir={work / 'metrics'}")))
     result["left"] = sorted(p.parent.name for p in Path(directory).glob("step_*/COMPLETE.json"))
     result["resumed"] = run(recipe_of(same, directory, *STEPS, "train.steps=3"))["said"]
-    dist.barrier()
+    result["joined"] = _joined(recipe_of(same, None))
     return result
+
+
+def _joined(recipe) -> list[int]:
+    """Rank, world and data-parallel ranks of a run that makes the group itself, at a port of its own."""
+    import torch.distributed as dist
+
+    from layerplan.integration.training.build import ranks_of
+
+    port = [None]
+    if dist.get_rank() == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = [probe.getsockname()[1]]
+    dist.broadcast_object_list(port, src=0)
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port[0])
+    with ranks_of(recipe) as ranks:
+        return [ranks.rank, ranks.world, ranks.data_size]
 
 
 def _full_on_one(prefix, directory, rank, full) -> str:

@@ -144,7 +144,7 @@ def one_rank(folder: str) -> dict:
         first = run(recipe_of(prefix, str(work / f"{name}-parts"), *DROPOUT, *extra, "train.steps=3"))
         second = run(recipe_of(prefix, str(work / f"{name}-parts"), *DROPOUT, *extra))
         result[f"resume/{name}"] = {"whole": whole, "first": first, "second": second}
-    result["complete"] = {str(n): run(recipe_of(prefix, str(work / f"{name}-parts"), *DROPOUT, *extra, f"train.steps={n}")) for n in (4, 5)}
+    result["finished"] = {str(n): run(recipe_of(prefix, str(work / f"{name}-parts"), *DROPOUT, *extra, f"train.steps={n}")) for n in (4, 5)}
     result |= damage(work, prefix) | not_finite(work, prefix) | stopping(work, prefix) | counts()
     result["golden"] = {layers: run(recipe_of(prefix, None, f"plan.layers={layers}", "train.steps=8"))["rows"]
                         for layers in ("layerplan", "megatron_local")}  # fmt: skip

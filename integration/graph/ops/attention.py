@@ -15,7 +15,7 @@ import torch
 
 from ..ir import TensorSpec
 from .elementwise import check_dropout, keep_mask
-from .table import Op, acc, acc_dtype, demand, finite, ports, same_dtype, size_product
+from .table import Op, acc, acc_dtype, boolean, demand, finite, ports, same_dtype, size_product
 
 ATTRS = {
     "layout": "bshd", "causal": False, "window": (None, None), "scale": None, "dropout": 0.0,
@@ -66,7 +66,7 @@ def _infer(specs, attrs):
 
 def _check_attrs(op: str, attrs) -> None:
     causal, window = attrs["causal"], attrs["window"]
-    demand(isinstance(causal, bool), op, "causal", causal, "must be True or False")
+    boolean(op, "causal", causal)
     sides = isinstance(window, tuple) and len(window) == 2 and all(w is None or (type(w) is int and w >= 0) for w in window)
     demand(sides, op, "window", window, "must be a tuple (left, right); each side is None (open) or an int of at least 0")
     if attrs["scale"] is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..ir import TensorSpec
-from .table import Op, acc, demand, finite, ports, same_dtype, same_shape, vector_of
+from .table import Op, acc, as_rows, demand, finite, ports, same_dtype, same_shape, vector_of
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -78,7 +78,7 @@ def _row_sum_infer(specs, attrs):
 
 def _row_sum_reference(t, attrs, want):
     x = t["x"]
-    out = acc(x).reshape(-1, x.shape[-1]).sum(0)
+    out = as_rows(acc(x)).sum(0)
     return {"y": out.to(getattr(torch, attrs["dtype"]) if attrs["dtype"] else x.dtype)}
 
 
@@ -88,6 +88,7 @@ def _row_sum_reference(t, attrs, want):
 def _bda_infer(specs, attrs):
     op = "bias_dropout_add"
     same_dtype(op, x=specs["x"], residual=specs["residual"], bias=specs.get("bias"))
+    demand(specs["x"].rank >= 1, op, "x", specs["x"], "must have at least one dim")
     same_shape(op, "residual", specs["residual"], specs["x"])
     vector_of(op, "bias", specs.get("bias"), specs["x"].shape[-1])
     check_dropout(op, "p", specs, attrs)

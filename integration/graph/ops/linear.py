@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..ir import TensorSpec
-from .table import Op, acc, demand, ports, same_dtype, size_product, vector_of
+from .table import Op, acc, as_rows, demand, ports, same_dtype, size_product, vector_of
 
 
 def _infer(specs, attrs):
@@ -54,7 +54,7 @@ def _wgrad_infer(specs, attrs):
 
 def _wgrad_reference(t, attrs, want):
     dy, x = acc(t["dy"]), acc(t["x"])
-    dw = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+    dw = as_rows(dy).T @ as_rows(x)
     if "accumulate" in t:
         return {"dweight": t["accumulate"].add_(dw.to(t["accumulate"].dtype))}
     return {"dweight": dw.to(t["dy"].dtype)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from ..ir import TensorSpec
-from .table import Op, acc, acc_dtype, demand, finite, ports, same_dtype, same_shape, vector_of
+from .table import Op, acc, acc_dtype, as_rows, boolean, demand, finite, ports, same_dtype, same_shape, vector_of
 
 
 def _infer(op: str, stats: tuple[str, ...]):
@@ -24,6 +24,7 @@ def _infer(op: str, stats: tuple[str, ...]):
         demand(x.is_float and x.rank >= 1, op, "x", x, "must be a floating-point tensor of rank 1 or more")
         n = x.shape[-1]
         finite(op, "eps", attrs["eps"])
+        boolean(op, "zero_centered", attrs["zero_centered"])
         demand(attrs["eps"] >= 0, op, "eps", attrs["eps"], "must not be negative")
         for name in ("weight", "bias"):
             vector_of(op, name, specs.get(name), n)
@@ -135,11 +136,10 @@ def _bwd_reference(rms: bool):
             if "dresidual" in t:
                 dx = dx + acc(t["dresidual"])
             out["dx"] = dx.to(t["x"].dtype)
-        n = x.shape[-1]
         if "dweight" in want:
-            out["dweight"] = (dy * xhat).reshape(-1, n).sum(0).to(t["weight"].dtype)
+            out["dweight"] = as_rows(dy * xhat).sum(0).to(t["weight"].dtype)
         if "dbias" in want:
-            out["dbias"] = dy.reshape(-1, n).sum(0).to(getattr(torch, attrs["bias_dtype"]))
+            out["dbias"] = as_rows(dy).sum(0).to(getattr(torch, attrs["bias_dtype"]))
         return out
 
     return reference

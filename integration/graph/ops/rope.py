@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .table import Op, acc, demand, ports
+from .table import Op, acc, boolean, demand, ports
 
 
 def _infer(specs, attrs):
@@ -13,6 +13,8 @@ def _infer(specs, attrs):
     demand(cos.rank == 2 and cos.shape == sin.shape, "rope", "cos, sin", (cos, sin),
            "must share a shape [positions, rotary_dim / 2]")  # fmt: skip
     demand(2 * cos.shape[1] <= x.shape[-1], "rope", "cos", cos, f"rotary_dim (2 * {cos.shape[1]}) must not exceed the head dim {x.shape[-1]}")
+    for flag in ("interleaved", "inverse"):
+        boolean("rope", flag, attrs[flag])
     axis = attrs["seq_axis"]
     demand(0 <= axis < x.rank - 2, "rope", "seq_axis", axis, f"must be one of the leading dims of x {x}")
     if "positions" in specs:

@@ -150,6 +150,16 @@ def finite(op: str, field: str, value: object) -> None:
            "must be a finite Python number", f"pass {field} as a float")  # fmt: skip
 
 
+def boolean(op: str, field: str, value: object) -> None:
+    demand(isinstance(value, bool), op, field, value if isinstance(value, int | float | str | None) else type(value).__name__,
+           "must be True or False")  # fmt: skip
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., n] as [rows, n]: a view where its strides allow. ``reshape(-1, n)`` refuses n = 0."""
+    return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+
+
 def same_shape(op: str, field: str, a: TensorSpec, b: TensorSpec) -> None:
     demand(a.shape == b.shape, op, field, a, f"must have the shape of {b}")
 

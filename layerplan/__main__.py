@@ -1,4 +1,4 @@
-"""``python -m layerplan`` and the ``layerplan`` script: a package that is absent is a line that says what to install."""
+"""``python -m layerplan`` and the ``layerplan`` script: an absent package is a line that says what to install."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .integration.engines.packages import remedy_for
 
 
 def main() -> None:
-    """Run the command line. Exits 1 with the remedy where a package is not installed; a module of ours that is absent keeps its
-    traceback."""
+    """Run the command line. Exits 1 with the remedy where a package is not installed; a module of ours that is absent
+    keeps its traceback."""
     try:
         from .integration.cli import app
 

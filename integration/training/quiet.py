@@ -1,4 +1,4 @@
-"""Warnings of Megatron-Core and torch that a user of the commands can do nothing about: each named by message and module."""
+"""Warnings of Megatron-Core and torch that a user can do nothing about: each named by message and module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import warnings
 _MEGATRON = r"megatron\.core\."
 # a C++ warning, or one with a stack level, bears the frame it is seen in: in CPU mode that of the function mode
 _CPU_MODE = r"layerplan\.integration\.megatron\.cpu_mode"
-_OPTIMISER, _SHARDS = rf"({_MEGATRON}optimizer|{_CPU_MODE})", rf"(torch\.distributed\.|{_MEGATRON}dist_checkpointing|{_CPU_MODE})"
+_OPTIMISER = rf"({_MEGATRON}optimizer|{_CPU_MODE})"
+_SHARDS = rf"(torch\.distributed\.|{_MEGATRON}dist_checkpointing|{_CPU_MODE})"
 
 WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     # what Transformer Engine and Apex give Megatron comes from layerplan
@@ -36,7 +37,8 @@ def _not_of_a_missing_gpu(record: logging.LogRecord) -> bool:
 
 
 def quiet() -> None:
-    """Keep WARNINGS and Megatron-Core's log below errors out of what a command prints. Call before Megatron is imported."""
+    """Keep WARNINGS and Megatron-Core's log below errors out of what a command prints. Call it before Megatron is
+    imported."""
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_not_of_a_missing_gpu)
     for message, category, module in WARNINGS:

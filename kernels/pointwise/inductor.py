@@ -54,6 +54,7 @@ class InductorPointwise(Engine):
 def compile_region(region: Region, device: str):
     """Compile the region's references; returns a function from a list of tensors to a sequence of outputs."""
     from torch._guards import TracingContext, tracing
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -78,7 +79,9 @@ def compile_region(region: Region, device: str):
         fake = mode.from_tensor(meta, symbolic_context=context)
         with mode:
             fakes.append(torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=device))
-    with torch.no_grad(), mode, tracing(TracingContext(mode)):
+    # without it a value that the references round to 16 bits stays in float32 where it is used in the same kernel
+    rounding = config.patch(emulate_precision_casts=True)
+    with torch.no_grad(), mode, tracing(TracingContext(mode)), rounding:
         traced = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
         return compile_fx_inner(traced, fakes)
 

@@ -210,7 +210,7 @@ def test_dependencies_and_extras_are_frozen():
 
 
 def test_the_commands_demand_what_each_extra_brings_and_the_code_imports():
-    from layerplan.integration.cli import EXTRAS
+    from layerplan.integration.engines.packages import EXTRAS
 
     imported = [d for d in map(_name, _project()["optional-dependencies"]["train"]) if d != "omegaconf"]  # no code reads it
     assert {extra: list(names) for extra, names in EXTRAS.items()} == {"megatron": ["megatron.core"], "train": imported}

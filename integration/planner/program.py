@@ -50,7 +50,9 @@ def compiled_launch(planned: PlannedRegion, arch: Arch) -> Any:
 
 def warn_if_reference(planned: PlannedRegion, arch: Arch, policy: Policy, where: str) -> None:
     """Under ``auto`` on a GPU, say once per op and set of reasons that a reference runs, why, and what it costs."""
-    if not arch.is_gpu or policy.mode != "auto" or policy.engine or not BY_ID[planned.engine].is_reference:
+    if not arch.is_gpu or policy.mode != "auto" or policy.engine:
+        return
+    if planned.engine == "runner" or not BY_ID[planned.engine].is_reference:
         return
     reasons = "; ".join(f"{c.engine}: {c.reason}" for c in planned.candidates if not c.chosen)
     text = f"{'+'.join(planned.ops)}: {reasons}"

@@ -164,8 +164,7 @@ class Executable:
         derived = self.plan.derived
         self.saved = derived.saved if derived and self.differentiable else ()
         for r in self.plan.forward.regions:
-            if r.engine != "runner":
-                warn_if_reference(r, arch, owner.policy, owner.name)
+            warn_if_reference(r, arch, owner.policy, owner.name)
         active = set(derived.grad_outputs) if derived else set()
         still = tuple(i for i in range(self.num_outputs) if i not in active) if self.differentiable else ()
         self.forward, recorded = forward_programs(self.plan.forward, arch, self.num_outputs, self.saved, still, owner.groups)
@@ -255,11 +254,9 @@ class Executable:
             deferred = tuple(i for i, v in enumerate(results) if v in wgrads)
         made = cached_plan(graph, self.arch, self._owner.policy, pins=self._owner.pins)
         self.plans.append(made)
-        planned = made.forward
-        for r in planned.regions:
-            if r.engine != "runner":
-                warn_if_reference(r, self.arch, self._owner.policy, self._owner.name)
-        program = BackwardProgram(planned, self.arch, len(part.saved), len(part.grad_outputs), results, deferred, self._owner.groups)
+        for r in made.forward.regions:
+            warn_if_reference(r, self.arch, self._owner.policy, self._owner.name)
+        program = BackwardProgram(made.forward, self.arch, len(part.saved), len(part.grad_outputs), results, deferred, self._owner.groups)
         return program, part.grad_outputs, fill, fused, picked
 
     def _sizes(self, saved: tuple, grads: list) -> dict[str, int]:

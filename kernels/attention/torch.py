@@ -52,7 +52,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """The GPU kernels also load 16 bytes at a time: on other addresses flash faults and cuDNN reads wrong values (both
     seen on an H200 with a storage offset of one element), so such a tensor is copied. So is one whose elements lie more than
-    2^31 apart: cuDNN is wrong on it."""
+    2^31 apart: cuDNN fails on it."""
     if x.is_contiguous() and not x.data_ptr() & 15:  # head dims are multiples of 8: every row is aligned
         return x
     strides = x.stride()

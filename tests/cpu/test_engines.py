@@ -16,27 +16,11 @@ from layerplan.integration.planner.cover import region_of
 from layerplan.integration.planner.planner import plan
 from layerplan.integration.planner.policy import Policy
 from tests.cases import taken
+from tests.cases.graphs import sdpa
 from tests.cases.random_graphs import RandomGraph
 
 torch.set_num_threads(1)
 GPUS = [a for a in ARCHS if a != "cpu"]
-
-
-def sdpa(q=(2, 64, 8, 64), k=None, v=None, *, dtype="bfloat16", sink=False, mask=False, cu=False, **attrs):
-    k = k or q
-    v = v or k
-    b = GraphBuilder()
-    ins = {n: b.input(n, TensorSpec(s, dtype)) for n, s in (("q", q), ("k", k), ("v", v))}
-    if sink:
-        ins["sink"] = b.input("sink", TensorSpec((q[-2],), "float32"))
-    if mask:
-        ins["mask"] = b.input("mask", TensorSpec((1, 1, q[1], k[1]), "bool"))
-    if cu:
-        ins |= {n: b.input(n, TensorSpec((4,), "int32")) for n in ("cu_seqlens_q", "cu_seqlens_k")}
-        attrs["layout"] = "thd"
-    if attrs.get("dropout"):
-        ins |= {n: b.input(n, TensorSpec((1,), "int64")) for n in ("seed", "offset")}
-    return b.build([b.op("sdpa", **ins, **attrs)])
 
 
 def answer(engine, graph, arch="sm_90"):
@@ -74,7 +58,7 @@ def test_attention_engine_declines_lse_gradient_with_reason(engine):
 def test_cudnn_declines_window_packed_float32_and_wide_heads_with_reason():
     e = "attention/torch_cudnn"
     declines(e, sdpa(window=(4, 0)), "window")
-    declines(e, sdpa((64, 8, 64), cu=True), "packed")
+    declines(e, sdpa((64, 8, 64), layout="thd"), "packed")
     declines(e, sdpa(dtype="float32"), "float32")
     declines(e, sdpa((2, 64, 8, 264)), "264")
     declines(e, sdpa((2, 64, 8, 256)), "256", arch="sm_80")
@@ -93,7 +77,7 @@ def test_flash_declines_unequal_head_dims_and_float32_with_reason():
     declines(e, sdpa(v=(2, 64, 8, 32)), "64/32")
     declines(e, sdpa(dtype="float32"), "float32")
     declines(e, sdpa((2, 64, 8, 44)), "44")
-    assert isinstance(answer(e, sdpa((64, 8, 64), cu=True, window=(4, 0))), Offer)
+    assert isinstance(answer(e, sdpa((64, 8, 64), layout="thd", window=(4, 0))), Offer)
 
 
 def test_flash_declines_a_backward_whose_accumulator_passes_32_bit_indices():

@@ -17,7 +17,7 @@ from layerplan.integration.engines.arch import ARCHS
 from layerplan.integration.engines.contract import BuildContext, Decline, Offer
 from layerplan.integration.engines.manifest import BY_ID, MANIFEST
 from layerplan.integration.graph.autodiff import differentiate
-from layerplan.integration.graph.ir import Dim, GraphBuilder, TensorSpec
+from layerplan.integration.graph.ir import Dim
 from layerplan.integration.planner.cover import region_of
 from layerplan.integration.planner.planner import PlanError
 from layerplan.integration.planner.policy import Policy
@@ -25,6 +25,7 @@ from layerplan.kernels.attention import fa4, fa4_code
 from tests import oracle
 from tests.cases import fa4_double, faults
 from tests.cases.catalogue import CASES, LARGE, Declined, declined, hold
+from tests.cases.graphs import sdpa
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,34 +36,9 @@ ATTENTION = [c for c in (*CASES, *LARGE) if c.op == "sdpa"]
 # ---- what is declined, as data --------------------------------------------------------------------------------------
 
 
-def region(
-    q=(2, 64, 8, 128),
-    k=None,
-    v=None,
-    *,
-    backward=False,
-    dtype="bfloat16",
-    sink=False,
-    mask=False,
-    lse=False,
-    ends=4,
-    **attrs,
-):
-    """One sdpa, or its gradient (``lse``: from the LSE too), as a region."""
-    k = k or q
-    v = v or k
-    b = GraphBuilder()
-    ins = {n: b.input(n, TensorSpec(s, dtype)) for n, s in (("q", q), ("k", k), ("v", v))}
-    if sink:
-        ins["sink"] = b.input("sink", TensorSpec((q[-2],), "float32"))
-    if mask:
-        ins["mask"] = b.input("mask", TensorSpec((1, 1, q[1], k[1]), "bool"))
-    if attrs.get("layout") == "thd":
-        ins |= {n: b.input(n, TensorSpec((ends,), "int32")) for n in ("cu_seqlens_q", "cu_seqlens_k")}
-    if attrs.get("dropout"):
-        ins |= {n: b.input(n, TensorSpec((1,), "int64")) for n in ("seed", "offset")}
-    out = b.op("sdpa", want=("out", "lse") if lse else ("out",), **ins, **attrs)
-    graph = b.build(list(out) if isinstance(out, tuple) else [out])
+def region(q=(2, 64, 8, 128), k=None, v=None, *, backward=False, sink=False, **options):
+    """One sdpa of ``tests.cases.graphs``, or its gradient (``lse``: from the LSE too), as a region."""
+    graph = sdpa(q, k, v, sink=sink, **options)
     if not backward:
         return region_of(graph, graph.nodes)
     graph = differentiate(graph, (True,) * (3 + sink) + (False,) * (len(graph.inputs) - 3 - sink)).backward

@@ -14,15 +14,15 @@ from layerplan.integration.engines.arch import ARCHS
 from layerplan.integration.engines.contract import BuildContext, Decline, Offer
 from layerplan.integration.engines.manifest import BY_ID, MANIFEST
 from layerplan.integration.engines.packages import locate
-from layerplan.integration.graph.ir import Dim, GraphBuilder
+from layerplan.integration.graph.ir import Dim
 from layerplan.integration.planner.cover import region_of
 from layerplan.integration.planner.planner import PlanError, plan
 from layerplan.integration.planner.policy import Policy
 from layerplan.integration.planner.runner import Runner, WeightGrads
-from layerplan.integration.planner.shapes import SpecMaker
 from tests import oracle
 from tests.cases import faults, quack_double
 from tests.cases.catalogue import CASES, LARGE, Declined, hold
+from tests.cases.graphs import mlp
 from tests.cases.quack_compile import TOKENS, backward, linear, loss, norm, rope, swiglu_chain, wgrad
 
 torch.set_num_threads(1)
@@ -243,15 +243,6 @@ def test_fault_is_absent(row, double):
     case("cpu", engine, **({"widths": (2, 6, 4098, 53248)} if wide else {}))
 
 
-def _mlp(x, w1, w2):
-    b, s = GraphBuilder(), SpecMaker()
-    i = [
-        b.input(n, s(t, p), weight=n != "x")
-        for n, t, p in (("x", x, "*t h!"), ("w1", w1, "f! h!"), ("w2", w2, "h! e!"))
-    ]
-    return b.build([b.op("linear", x=b.op("swiglu", x=b.op("linear", x=i[0], weight=i[1])), weight=i[2])])
-
-
 def _mlp_tensors(tokens):
     gen = torch.Generator().manual_seed(0)
     return [torch.randn(*s, generator=gen).to(BF16).requires_grad_() for s in ((*tokens, 64), (96, 64), (64, 48))]
@@ -264,11 +255,11 @@ def _plain_mlp(x, w1, w2):
 
 @pytest.mark.parametrize("tokens", [(37,), (5, 7), (0,)])
 def test_swiglu_and_its_gradient_ride_on_the_products_before_them(tokens, double):
-    runner = Runner(_mlp, ("x", "w1", "w2"), policy=Policy(engine="linear_swiglu/quack"))
+    runner = Runner(mlp, ("x", "w1", "w2"), policy=Policy(engine="linear_swiglu/quack"))
     with pytest.raises(PlanError):
         runner(*_mlp_tensors(tokens))  # forced, it has no code for the products that stand alone
     t = _mlp_tensors(tokens)
-    made = plan(_mlp(*t), ARCHS["cpu"], needs_grad=(True,) * 3)
+    made = plan(mlp(*t), ARCHS["cpu"], needs_grad=(True,) * 3)
     assert ("linear_dgrad", "swiglu_bwd") in [r.ops for r in made.backward.regions if r.engine == "linear_swiglu/quack"]
     assert all(r.engine != "linear_swiglu/quack" for r in made.forward.regions), "what the backward reads is not stored"
     results = []
@@ -276,15 +267,15 @@ def test_swiglu_and_its_gradient_ride_on_the_products_before_them(tokens, double
         leaves = [x.detach().to(kind).requires_grad_() for x in t]
         y = _plain_mlp(*leaves)
         results.append((y, *torch.autograd.grad(y, leaves, torch.ones_like(y))))
-    y = Runner(_mlp, ("x", "w1", "w2"), policy=Policy())(*t)
+    y = Runner(mlp, ("x", "w1", "w2"), policy=Policy())(*t)
     got = (y, *torch.autograd.grad(y, t, torch.ones_like(y)))
     for name, a, truth, peer in zip(("y", "dx", "dw1", "dw2"), got, *results, strict=True):
         oracle.compare(a, truth, peer, name)
-    made = plan(_mlp(*t), ARCHS["cpu"])
+    made = plan(mlp(*t), ARCHS["cpu"])
     assert ("linear", "swiglu") in [r.ops for r in made.forward.regions if r.engine == "linear_swiglu/quack"]
     with torch.no_grad():
         oracle.compare(
-            Runner(_mlp, ("x", "w1", "w2"), policy=Policy())(*(x.detach() for x in t)),
+            Runner(mlp, ("x", "w1", "w2"), policy=Policy())(*(x.detach() for x in t)),
             results[0][0],
             results[1][0],
             "inference",

@@ -9,17 +9,13 @@ from layerplan.integration.planner.policy import Policy
 from layerplan.integration.planner.runner import Runner, WeightGrads
 from layerplan.integration.planner.shapes import SpecMaker
 from tests import oracle
+from tests.cases.graphs import mlp
 
 torch.set_num_threads(1)
 
 
 def mlp_runner(**kw):
-    def build(x, w1, w2):
-        b, s = GraphBuilder(), SpecMaker()
-        x_, a, c = b.input("x", s(x, "*t h!")), b.input("w1", s(w1, "f! h!"), weight=True), b.input("w2", s(w2, "h! g!"), weight=True)
-        return b.build([b.op("linear", x=b.op("swiglu", x=b.op("linear", x=x_, weight=a)), weight=c)])
-
-    return Runner(build, ("x", "w1", "w2"), policy=Policy(), name="mlp", **kw)
+    return Runner(mlp, ("x", "w1", "w2"), policy=Policy(), name="mlp", **kw)
 
 
 def linear_runner(**kw):

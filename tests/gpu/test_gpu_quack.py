@@ -7,13 +7,12 @@ import torch
 from layerplan.integration import ops
 from layerplan.integration.engines.arch import Arch
 from layerplan.integration.engines.packages import locate
-from layerplan.integration.graph.ir import GraphBuilder
 from layerplan.integration.planner.planner import plan
 from layerplan.integration.planner.policy import Policy
 from layerplan.integration.planner.runner import Runner, WeightGrads
-from layerplan.integration.planner.shapes import SpecMaker
 from tests import oracle
 from tests.cases import catalogue, faults
+from tests.cases.graphs import mlp
 from tests.gpu.capture import captured, new_data
 
 pytestmark = pytest.mark.skipif(not locate("quack").here, reason="needs quack-kernels")
@@ -162,15 +161,6 @@ def test_main_grad_is_accumulated_in_float32_wherever_it_lies(dtype, offset):
     assert w.grad_added_to_main_grad is True
 
 
-def _mlp(x, w1, w2):
-    b, s = GraphBuilder(), SpecMaker()
-    i = [
-        b.input(n, s(t, p), weight=n != "x")
-        for n, t, p in (("x", x, "*t h!"), ("w1", w1, "f! h!"), ("w2", w2, "h! e!"))
-    ]
-    return b.build([b.op("linear", x=b.op("swiglu", x=b.op("linear", x=i[0], weight=i[1])), weight=i[2])])
-
-
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("tokens", [1031, 1, 0])
 def test_swiglu_and_its_gradient_in_the_epilogue_of_the_products_before_them(tokens, dtype):
@@ -185,19 +175,19 @@ def test_swiglu_and_its_gradient_in_the_epilogue_of_the_products_before_them(tok
         y = (torch.nn.functional.silu(gate) * up) @ w2.t()
         results.append((y, *torch.autograd.grad(y, leaves, dy.to(device, kind))))
     t, arch = [v.cuda().requires_grad_() for v in values], Arch.of_device(0)
-    made = plan(_mlp(*t), arch, needs_grad=(True,) * 3)
+    made = plan(mlp(*t), arch, needs_grad=(True,) * 3)
     assert any(r.engine == "linear_swiglu/quack" for r in made.backward.regions), str(made)
     oracle.poison(t[0], results[1][0])
-    y = Runner(_mlp, ("x", "w1", "w2"), policy=Policy())(*t)
+    y = Runner(mlp, ("x", "w1", "w2"), policy=Policy())(*t)
     got = (y, *torch.autograd.grad(y, t, dy.cuda()))
     for name, a, truth, peer in zip(("y", "dx", "dw1", "dw2"), got, *results, strict=True):
         oracle.compare(a, truth, peer, name)
-    made = plan(_mlp(*t), arch)
+    made = plan(mlp(*t), arch)
     assert any(r.engine == "linear_swiglu/quack" for r in made.forward.regions), str(made)
     with torch.no_grad():
         oracle.poison(y)
         oracle.compare(
-            Runner(_mlp, ("x", "w1", "w2"), policy=Policy())(*(x.detach() for x in t)),
+            Runner(mlp, ("x", "w1", "w2"), policy=Policy())(*(x.detach() for x in t)),
             results[0][0],
             results[1][0],
             "inference",

@@ -1,4 +1,4 @@
-"""The command line: ``layerplan doctor | explain | plan | pretrain | data prepare | complete | demo``.
+"""The command line: ``layerplan doctor | explain | plan | tune | pretrain | compare | data prepare | complete | demo``.
 
 Every body is imported inside its command, so that help and doctor need neither torch nor megatron. ``layerplan/__main__.py`` starts
 it, and says what to install where a package is absent.
@@ -147,6 +147,25 @@ def plan(
 
 
 @app.command()
+def tune(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Records to write, or to add to; default: plan.records, or records.json.")] = None,
+    budget: Annotated[float, typer.Option("--budget", min=0.0, help="Seconds after which no further region is begun.")] = 600.0,
+    device: Annotated[str, typer.Option("--device", help="cuda or cpu.")] = "cuda",
+) -> None:
+    """Measure what the engines offer for a recipe's layers on the GPU at hand, and write records that ranking reads."""
+    from ..recipes import load_recipe
+
+    chosen = _refusing_bad_input(lambda: load_recipe(recipe, overrides or []))
+    from ..recipes.tune import tune_recipe
+
+    found = _refusing_bad_input(lambda: tune_recipe(chosen, out or Path(chosen.plan.records or "records.json"), budget, device))
+    print(found)
+    raise typer.Exit(1 if found.lost else 0)
+
+
+@app.command()
 def pretrain(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
     overrides: Overrides = None,
@@ -158,6 +177,25 @@ def pretrain(
     from .training.launch import pretrain_command
 
     raise typer.Exit(pretrain_command(recipe, overrides or [], dry_run))
+
+
+@app.command()
+def compare(
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="auto, strict, reference, with PATTERN=POLICY rows after commas; a plan file FILE.json; megatron.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other side, in the same words.")],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run one batch under two policies and name the first module that errs beyond the rule (exit code 1 where one does)."""
+    with_data = any(o.startswith("data.prefix=") for o in overrides or [])
+    _need("megatron", *(("train",) if with_data else ()))
+    from .training.quiet import quiet
+
+    quiet()  # before Megatron is imported
+    from .training.compare import compare_command
+
+    raise typer.Exit(compare_command(recipe, a, b, overrides or [], as_json))
 
 
 @data_app.command()

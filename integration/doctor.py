@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .engines.packages import Place, distribution, is_checkout, locate
+from .engines.packages import KNOWN_VERSIONS, Place, distribution, is_checkout, locate
 from .settings import SettingsError, relevant_environment, settings
 
 # distribution -> the module that it brings (None: it brings only other distributions)
@@ -154,7 +154,9 @@ def _packages(versions: dict[str, str], problems: list[str]) -> dict[str, dict[s
                       "rename the folder or take its parent off the path")  # fmt: skip
         elif place.here and version is None:
             remark = "no metadata: a checkout or a copy, of unknown version"
-        if remark and not (place.here and version is None):
+        elif place.here and version.partition("+")[0] != KNOWN_VERSIONS.get(name, version.partition("+")[0]):
+            remark = f"its engines call internal functions of {KNOWN_VERSIONS[name]} and decline every other version"
+        if remark and not place.here:
             problems.append(remark)
         if version and (rule := _out_of_range(name, version)):
             problems.append(f"{name} {version} is installed, layerplan needs {rule}; pip install '{name}{rule}'")

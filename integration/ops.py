@@ -227,6 +227,14 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
     return _call("cross_entropy", (("ignore_index", ignore_index),), inputs, engine, policy, ("loss",))
 
 
+def linear_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, *, ignore_index: int = -100, engine: str | None = None,
+                         policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """``cross_entropy(linear(x, w), targets)``: x [..., k], w [classes, k] of one dtype, targets [...] int32 or int64 -> float32 [...],
+    without all of the logits at once. The backward makes them again: four products instead of three."""
+    inputs = (("x", "*t k!", x), ("weight", "v! k!", w), ("targets", "*t", targets))
+    return _call("linear_cross_entropy", (("ignore_index", ignore_index),), inputs, engine, policy, ("loss",))
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[int | None, int | None] = (None, None),
               sink: Tensor | None = None, softmax_scale: float | None = None, cu_seqlens_q: Tensor | None = None,
               cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,

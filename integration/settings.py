@@ -19,6 +19,8 @@ VARIABLES = {
     "LAYERPLAN_POLICY": "default planning policy: auto, strict or reference",
     "LAYERPLAN_DETERMINISTIC": "decline engines whose results may differ between runs",
     "LAYERPLAN_LOG": "log level: debug, info, warning or error",
+    "LAYERPLAN_RECORDS": "file of measured times ('layerplan tune') that ranking reads in place of predictions",
+    "LAYERPLAN_NVTX": "NVTX ranges with module, pass and engine round each launch; needs CUDA",
 }
 
 
@@ -34,6 +36,8 @@ class Settings:
     policy: str = "auto"
     deterministic: bool = False
     log: str = "warning"
+    records: str | None = None
+    nvtx: bool = False
 
     @staticmethod
     def from_env(env: Mapping[str, str]) -> Settings:
@@ -66,6 +70,8 @@ class Settings:
             policy=choice("LAYERPLAN_POLICY", POLICIES, "auto"),
             deterministic=flag("LAYERPLAN_DETERMINISTIC"),
             log=choice("LAYERPLAN_LOG", LOG_LEVELS, "warning"),
+            records=env.get("LAYERPLAN_RECORDS", "").strip() or None,
+            nvtx=flag("LAYERPLAN_NVTX"),
         )
         if problems:
             raise SettingsError("\n".join(problems))

@@ -10,12 +10,13 @@ import importlib
 from pathlib import Path as _Path
 
 __version__ = "0.1.0"
-__all__ = ["Arch", "Policy", "__version__", "apply_policy", "explain", "ops", "plan", "report"]
+__all__ = ["Arch", "Policy", "__version__", "apply_policy", "compare", "explain", "ops", "plan", "report"]
 
 _LAZY = {
     "Arch": ("integration.engines.arch", "Arch"),
     "Policy": ("integration.planner.policy", "Policy"),
     "apply_policy": ("modules.base", "apply_policy"),
+    "compare": ("integration.planner.compare", "compare"),
     "explain": ("integration.planner.explain", "explain"),
     "ops": ("integration.ops", None),
     "plan": ("integration.planner.planner", "plan"),

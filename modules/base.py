@@ -13,8 +13,11 @@ import torch
 from ..integration.graph.ir import Graph
 from ..integration.planner.plan_file import Pins, load
 from ..integration.planner.policy import Policy
+from ..integration.planner.records import Records, given_records
 from ..integration.planner.report import planned_modules
 from ..integration.planner.runner import Runner
+
+_PLANNING = ("_policy", "_pins", "_records", "_plan_name", "_make_runner", "_runners")
 
 
 class PlannedModule(torch.nn.Module):
@@ -22,6 +25,7 @@ class PlannedModule(torch.nn.Module):
     mask) by a hashable key and builds the graph once per shape class."""
 
     _plan_name = ""
+    boundary = ""  # what the caller runs between this module's plan and the next one, in one phrase; listed by planner.report
     runs_own_plans = True  # read by planner.report.planned_modules
     _deterministic = False  # whether the module's own config asks for reruns that are bitwise equal, under any policy
 
@@ -35,9 +39,9 @@ class PlannedModule(torch.nn.Module):
         if runner is None:
             policy = self.__dict__.get("_policy") or Policy.of(None)
             policy = dataclasses.replace(policy, deterministic=policy.deterministic or self._deterministic)
-            runner = runners[full] = Runner(
+            runner = runners[full] = self.__dict__.get("_make_runner", Runner)(
                 build, names, policy=policy, name=self._plan_name or type(self).__name__, training=self.training,
-                recompute=recompute, groups=groups, pins=self.__dict__.get("_pins"),
+                recompute=recompute, groups=groups, pins=self.__dict__.get("_pins"), records=self.__dict__.get("_records"),
             )  # fmt: skip
         return runner
 
@@ -49,16 +53,31 @@ class PlannedModule(torch.nn.Module):
         """Leave this module out of reports and policies: its parent's plan reads its parameters and never calls it."""
         self.runs_own_plans = False
 
-    def set_policy(self, policy: Policy, name: str = "", *, pins: Pins | None = None) -> None:
-        """Plan anew under ``policy`` and the plan file ``pins`` (None: without one) from the next call on."""
-        self.__dict__["_policy"], self.__dict__["_pins"] = policy, pins
+    def set_policy(self, policy: Policy, name: str = "", *, pins: Pins | None = None, records: Records | None = None,
+                   make_runner: Callable[..., Runner] = Runner) -> None:  # fmt: skip
+        """Plan anew under ``policy``, the plan file ``pins`` (None: without one) and measured times ``records`` (None: those of
+        LAYERPLAN_RECORDS) from the next call on. ``make_runner`` makes the runners: planner.compare has its own, which note what they
+        are called with."""
+        self.__dict__["_policy"], self.__dict__["_pins"], self.__dict__["_make_runner"] = policy, pins, make_runner
+        self.__dict__["_records"] = records
         if name:
             self._plan_name = name
         self.__dict__["_runners"] = {}
 
+    def planning(self) -> dict[str, Any]:
+        """How this module is planned and what it has planned so far, for ``restore_planning``."""
+        return {name: self.__dict__[name] for name in _PLANNING if name in self.__dict__}
+
+    def restore_planning(self, planning: Mapping[str, Any]) -> None:
+        """Have this module planned again as it was when ``planning()`` returned this; its runners then are used again."""
+        for name in _PLANNING:
+            self.__dict__.pop(name, None)
+        self.__dict__.update(planning)
+
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.pop("_runners", None)  # plans and process groups are made anew in a copy
+        for name in ("_runners", "_make_runner"):  # plans and process groups are made anew in a copy
+            state.pop(name, None)
         return state
 
     def __deepcopy__(self, memo):
@@ -74,22 +93,22 @@ def planned_names(model: torch.nn.Module) -> list[str]:
 
 
 def apply_policy(model: torch.nn.Module, policy: Policy | str | Mapping[str, str] | None, *, pins: Pins | str | Path | None = None,
-                 rename: Callable[[str], str] = str) -> None:  # fmt: skip
+                 records: Records | str | Path | None = None, rename: Callable[[str], str] = str) -> None:  # fmt: skip
     """Set the policy of every layerplan module of ``model``; patterns of ``per_module`` match its module names, or what ``rename``
     makes of them. ValueError where a pattern holds for no module, with close names; nothing is set then.
 
     ``pins``, a plan file's path or what ``planner.plan_file.load`` made of it: regions that they name run on the engine and with
     the knobs that they say. Where the engine no longer takes one, planning it is a PlanError; PlanFileError for a file that
-    cannot be read.
+    cannot be read. ``records``, the path of what ``layerplan tune`` wrote or what ``planner.records.load`` made of it (None: what
+    LAYERPLAN_RECORDS names): measured times, by which everything else is ranked; RecordsError for a file that cannot be read.
     """
     if isinstance(pins, str | Path):
         pins = load(pins)
     if pins is not None and not isinstance(pins, Pins):
         raise TypeError(f"apply_policy: pins = {type(pins).__name__}: must be a plan file's path, its Pins, or None")
+    records = given_records(records)
     chosen = Policy.of(policy)
-    wrong = chosen.unmatched(rename(n) for n in planned_names(model))
-    if wrong:
-        raise ValueError("\n".join(f"policy per_module[{p!r}]: {rule}; {remedy}" for p, (rule, remedy) in wrong.items()))
+    chosen.hold_against(rename(n) for n in planned_names(model))
     for name, module in model.named_modules():
         if isinstance(module, PlannedModule):
-            module.set_policy(chosen.for_module(rename(name)), name, pins=pins)
+            module.set_policy(chosen.for_module(rename(name)), name, pins=pins, records=records)

@@ -87,24 +87,62 @@ def linear_graph(tp: TensorParallel, *, column: bool, bias: bool, norm: NormAttr
     return names, build
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResidualAdds:
+    """The two residual adds of a layer that stand in its MLP's graph, one in front of the norm and one behind fc2: each adds a
+    bias if there is one, drops elements with probability ``dropout``, and adds the residual stream."""
+
+    attention_bias: bool = False
+    output_bias: bool = False
+    dropout: float = 0.0
+
+    def names(self) -> tuple[str, ...]:
+        """The inputs that they add to the graph: residual [*t, h], biases [h], seed and offset [1] of each dropout."""
+        return ("residual", *(("attention_bias",) if self.attention_bias else ()), *(("output_bias",) if self.output_bias else ()),
+                *(("seed", "offset", "output_seed", "output_offset") if self.dropout > 0 else ()))  # fmt: skip
+
+    def enter(self, b: GraphBuilder, v: dict[str, str]) -> str:
+        """The residual stream behind the attention."""
+        return b.op("bias_dropout_add", x=v["x"], residual=v["residual"], bias=v.get("attention_bias"), seed=v.get("seed"),
+                    offset=v.get("offset"), p=self.dropout)  # fmt: skip
+
+    def leave(self, b: GraphBuilder, v: dict[str, str], y: str, stream: str) -> str:
+        """The residual stream behind the MLP whose output is ``y``."""
+        return b.op("bias_dropout_add", x=y, residual=stream, bias=v.get("output_bias"), seed=v.get("output_seed"),
+                    offset=v.get("output_offset"), p=self.dropout)  # fmt: skip
+
+
+def mlp_from_norm(norm: NormAttrs | None, activation: Activation) -> frozenset[str]:
+    """The ops of ``mlp_graph`` between its residual adds: as a save policy, all of them are rebuilt in the backward from the
+    residual stream behind the attention."""
+    return frozenset({*([norm.op] if norm else []), "all_gather", "group_copy", "linear", activation.op})
+
+
 def mlp_graph(tp: TensorParallel, activation: Activation, *, bias: bool, row_weight: bool, norm: NormAttrs | None = None,
-              norm_bias: bool = False) -> tuple[tuple[str, ...], Callable[..., Graph]]:  # fmt: skip
-    """[norm,] fc1 (+ bias), activation, fc2, with the collectives of tensor parallelism around them. The bias of fc2 is
-    left to the caller, who adds it with the residual."""
+              norm_bias: bool = False, adds: ResidualAdds | None = None) -> tuple[tuple[str, ...], Callable[..., Graph]]:  # fmt: skip
+    """[residual add,] [norm,] fc1 (+ bias), activation, fc2 [, residual add], with the collectives of tensor parallelism around
+    the two linears. Without ``adds`` the bias of fc2 is left to the caller, who adds it with the residual; with it x is the
+    attention's output, and the graph's output the residual stream behind the layer.
+
+    Returns the inputs' names and the builder. Inputs: x [*t, h], fc1 [f, h], fc2 [h, g][, fc1_bias [f]][, row_weight [*t]]
+    [, norm_weight[, norm_bias] [h]] and those of ``adds``. ``*t`` is s b, of this rank's shard under sequence parallel.
+    """
     names = ("x", "fc1", "fc2", *(("fc1_bias",) if bias else ()), *(("row_weight",) if row_weight else ()),
-             *(("norm_weight",) if norm else ()), *(("norm_bias",) if norm_bias else ()))  # fmt: skip
-    patterns = {"x": "*t h!", "fc1": "f! h!", "fc2": "h! g!", "fc1_bias": "f!", "row_weight": "*t", "norm_weight": "h!", "norm_bias": "h!"}
+             *(("norm_weight",) if norm else ()), *(("norm_bias",) if norm_bias else ()), *(adds.names() if adds else ()))  # fmt: skip
+    patterns = {"x": "*t h!", "fc1": "f! h!", "fc2": "h! g!", "fc1_bias": "f!", "row_weight": "*t", "norm_weight": "h!", "norm_bias": "h!",
+                "residual": "*t h!", "attention_bias": "h!", "output_bias": "h!"}  # fmt: skip
+    data = ("x", "row_weight", "residual", "seed", "offset", "output_seed", "output_offset")
 
     def build(*tensors: torch.Tensor) -> Graph:
         b, spec = GraphBuilder(), SpecMaker()
-        data = ("x", "row_weight")
-        v = {n: b.input(n, spec(t, patterns[n]), weight=n not in data) for n, t in zip(names, tensors, strict=True)}
-        x = v["x"]
+        v = {n: b.input(n, spec(t, patterns.get(n, "*i")), weight=n not in data) for n, t in zip(names, tensors, strict=True)}
+        x = stream = adds.enter(b, v) if adds else v["x"]
         if norm is not None:
             x = b.op(norm.op, x=x, weight=v["norm_weight"], bias=v.get("norm_bias"), want=("y",), **norm.attrs())
         h = b.op("linear", x=tp.enter(b, x), weight=v["fc1"], bias=v.get("fc1_bias"))
         a = b.op(activation.op, x=h, row_weight=v.get("row_weight"), **dict(activation.attrs))
-        return b.build([tp.leave(b, b.op("linear", x=a, weight=v["fc2"]))])
+        y = tp.leave(b, b.op("linear", x=a, weight=v["fc2"]))
+        return b.build([adds.leave(b, v, y, stream) if adds else y])
 
     return names, build
 

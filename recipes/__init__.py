@@ -11,10 +11,10 @@ if __name__ == "recipes":  # a bare import would make a second copy of every cla
 
 from .config import Problem, Recipe, RecipeError
 from .gpt import gpt_125m, gpt_tiny
-from .llama3 import llama3_8b
+from .llama3 import llama3_8b, llama3_70b
 from .overrides import apply_overrides
 
-RECIPES: dict[str, Callable[[], Recipe]] = {f.__name__: f for f in (gpt_tiny, gpt_125m, llama3_8b)}
+RECIPES: dict[str, Callable[[], Recipe]] = {f.__name__: f for f in (gpt_tiny, gpt_125m, llama3_8b, llama3_70b)}
 
 __all__ = ["RECIPES", "Problem", "Recipe", "RecipeError", "apply_overrides", "describe", "load_recipe"]
 

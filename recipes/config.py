@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..integration.planner import records as records_file
 from ..integration.planner.plan_file import Pins, PlanFileError, load
+from ..integration.planner.records import Records, RecordsError
 from ..integration.problems import Problem
-from ..integration.settings import PolicyMode
+from ..integration.settings import PolicyMode, settings
 
 
 class RecipeError(ValueError):
@@ -124,8 +126,12 @@ class Precision:
 class Plan:
     """Whose layers run, and what the planner may choose. ``arch`` is what ``--dry-run`` plans for; None means the device at hand,
     and training refuses another. ``gradient_accumulation_fusion``: weight gradients are added to the float32 gradients within
-    the product. ``file``: a plan file (``layerplan plan --save``) whose engines and knobs are pinned. ``per_module``: other policies
-    for modules by name, first match first, each PATTERN=POLICY (``*.mlp=reference``); layers are numbered through all stages."""
+    the product. ``fuse_residual``: a layer's residual adds are part of its MLP's plan. ``loss``: what follows the last layer: ``fused``
+    (Megatron's output layer, cross entropy over sharded classes in a plan), ``chunked`` (both in one plan, chunk by chunk: logits never
+    exist whole, one product more), ``megatron``; None means fused where layerplan's layers run, Megatron's elsewhere. ``file``: a plan file (``layerplan plan
+    --save``) whose engines and knobs are pinned. ``records``: measured times (``layerplan tune``) that rank what no plan file pins; None
+    means what LAYERPLAN_RECORDS names, or none. ``per_module``: other policies for modules by name, first match first, each
+    PATTERN=POLICY (``*.mlp=reference``); layers are numbered through all stages."""
 
     layers: Literal["layerplan", "megatron_local"] = "layerplan"
     policy: PolicyMode = "auto"
@@ -134,8 +140,16 @@ class Plan:
     recompute: Literal["none", "full", "selective"] = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     gradient_accumulation_fusion: bool = True
+    fuse_residual: bool = False
+    loss: Literal["fused", "chunked", "megatron"] | None = None
     file: str | None = None
+    records: str | None = None
     arch: str | None = None
+
+    @property
+    def loss_runs(self) -> str:
+        """``loss``, or what None stands for."""
+        return self.loss or ("fused" if self.layers == "layerplan" else "megatron")
 
 
 @dataclass(kw_only=True)
@@ -249,7 +263,7 @@ class Recipe:
         block = p.tensor * p.pipeline
         if block < 1 or world % block:
             return [Problem("parallel.tensor * parallel.pipeline", block, f"must divide the number of ranks, {world}",
-                            f"start a multiple of {block} ranks, or lower parallel.tensor or parallel.pipeline")]  # fmt: skip
+                            f"start a multiple of {block} ranks, or set {_smaller_layout(p, world)}")]  # fmt: skip
         data = world // block
         if t.micro_batch > 0 and t.global_batch % (t.micro_batch * data):
             unit = t.micro_batch * data
@@ -257,6 +271,14 @@ class Recipe:
             return [Problem("train.global_batch", t.global_batch, f"must be a multiple of train.micro_batch * data-parallel ranks = {unit}",
                             f"set train.global_batch={near} or another train.micro_batch")]  # fmt: skip
         return []
+
+
+def _smaller_layout(p: Parallel, world: int) -> str:
+    """Overrides that give the widest layout within ``p`` that divides ``world`` ranks."""
+    tensors, stages = ([d for d in range(1, max(n, 1) + 1) if n % d == 0 and world % d == 0] or [1] for n in (p.tensor, p.pipeline))
+    _, tensor, pipeline = max((t * s, t, s) for t in tensors for s in stages if world % (t * s) == 0)
+    changes = {"tensor": tensor, "pipeline": pipeline} | ({"sequence": False} if p.sequence and tensor == 1 else {})
+    return " ".join(f"parallel.{name}={str(value).lower()}" for name, value in changes.items() if value != getattr(p, name))
 
 
 _SECTIONS: dict[str, type] = {
@@ -374,7 +396,13 @@ def _rest(recipe: Recipe) -> list[Problem]:
     if c.every_steps and c.dir is None:
         problems.append(Problem("checkpoint.every_steps", c.every_steps, "needs a folder to save in", "set checkpoint.dir=PATH"))
     problems += _shares(recipe.data.split, t.eval_every_steps)
-    problems += _plan_file(recipe.plan)
+    problems += _plan_files(recipe.plan)
+    if recipe.plan.fuse_residual and recipe.plan.layers != "layerplan":
+        problems.append(Problem("plan.fuse_residual", True, f"plan.layers = {recipe.plan.layers!r} runs no plans",
+                                "set plan.layers=layerplan or plan.fuse_residual=false"))  # fmt: skip
+    if recipe.plan.loss_runs != "megatron" and recipe.plan.layers != "layerplan":
+        problems.append(Problem("plan.loss", recipe.plan.loss, f"plan.layers = {recipe.plan.layers!r} runs no plans",
+                                "set plan.layers=layerplan or plan.loss=none"))  # fmt: skip
     problems += _arch(recipe.plan.arch)
     if recipe.plan.recompute == "selective":
         for name in recipe.plan.recompute_modules:
@@ -402,15 +430,16 @@ def pattern_and_mode(row: str) -> tuple[str, str]:
     return pattern.strip(), mode.strip()
 
 
-def _plan_file(plan: Plan) -> list[Problem]:
-    if plan.file is not None and plan.layers != "layerplan":
-        return [Problem("plan.file", plan.file, f"plan.layers = {plan.layers!r} runs no plans",
-                        "set plan.layers=layerplan or plan.file=none")]  # fmt: skip
-    modes = {plan.policy, *(pattern_and_mode(row)[1] for row in plan.per_module)}
-    if plan.file is not None and modes == {"reference"}:
-        return [Problem("plan.file", plan.file, "plan.policy = 'reference' leaves no choice that could be pinned",
-                        "set plan.policy=auto or plan.file=none")]  # fmt: skip
-    return []
+def _plan_files(plan: Plan) -> list[Problem]:
+    """A plan file or records that no layer would read."""
+    modes, problems = {plan.policy, *(pattern_and_mode(row)[1] for row in plan.per_module)}, []
+    for name, value, verb in (("plan.file", plan.file, "pinned"), ("plan.records", plan.records, "ranked")):
+        if value is not None and plan.layers != "layerplan":
+            problems.append(Problem(name, value, f"plan.layers = {plan.layers!r} runs no plans", f"set plan.layers=layerplan or {name}=none"))
+        elif value is not None and modes == {"reference"}:
+            problems.append(Problem(name, value, f"plan.policy = 'reference' leaves no choice that could be {verb}",
+                                    f"set plan.policy=auto or {name}=none"))  # fmt: skip
+    return problems
 
 
 def load_pins(recipe: Recipe) -> Pins | None:
@@ -424,6 +453,19 @@ def load_pins(recipe: Recipe) -> Pins | None:
         return load(Path(file), source=source, remedy=remedy)
     except PlanFileError as error:
         raise RecipeError([Problem("plan.file", file, str(error).removeprefix(f"{source}: "), remedy)]) from None
+
+
+def load_records(recipe: Recipe) -> Records:
+    """The measured times of plan.records, else of LAYERPLAN_RECORDS; no rows where neither is set. Raises RecipeError where the file
+    cannot be read."""
+    file = recipe.plan.records
+    field, value, remedy = ("LAYERPLAN_RECORDS", settings().records, "or unset it") if file is None else ("plan.records", file, "or set plan.records=none")
+    source = f"{field} = {value}"
+    try:
+        return records_file.default_records() if file is None else records_file.load(Path(file), source=source)
+    except RecordsError as error:
+        rule = str(error).removeprefix(f"{source}: ")
+        raise RecipeError([Problem(field, value, rule, f"write it anew (layerplan tune RECIPE --out FILE), {remedy}")]) from None
 
 
 def folder_problems(recipe: Recipe) -> list[Problem]:

@@ -15,17 +15,22 @@ from ..integration.graph.ir import Graph
 from ..integration.planner.plan_file import Pins, pins_of
 from ..integration.planner.planner import Plan, plan
 from ..integration.planner.policy import Policy
+from ..integration.planner.records import Records
 from ..integration.planner.text import aligned
+from ..integration.planner.tune import Workload
 from ..modules.graphs import (
     Activation,
     HeadLayout,
     NormAttrs,
+    ResidualAdds,
     TensorParallel,
+    mlp_from_norm,
     mlp_graph,
     norm_graph,
     self_attention_graph,
 )
-from .config import Recipe, load_pins
+from ..modules.loss import cross_entropy_graph
+from .config import Recipe, load_pins, load_records
 from .policies import modules_of, policy_of
 
 
@@ -46,8 +51,8 @@ class PlannedGraph:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecipePlan:
-    """Predictions from datasheet rates; ``outside_seconds`` are the output layer's products, which Megatron runs itself.
-    Embedding, residual adds, loss, optimiser and communication are not in the time."""
+    """Predictions from datasheet rates, and from measured times where records hold some; ``outside_seconds`` are the output layer's products where Megatron runs them itself.
+    Embedding, residual adds (but for plan.fuse_residual), Megatron's own loss, optimiser and communication are not in the time."""
 
     recipe: str
     arch: str
@@ -78,7 +83,8 @@ class RecipePlan:
         for g in self.graphs:
             lines.append(f"  {g.name} x {g.times}  about {g.seconds * 1e3:.2f} ms a micro-batch")
             for row in g.plan.choices():
-                lines.append(f"    {row['pass']:<8} {'+'.join(row['ops']):<28} {row['engine']:<24} {row['predicted_us']:>10.1f} us")
+                us, mark = (row["predicted_us"], "") if row["measured_us"] is None else (row["measured_us"], " measured")
+                lines.append(f"    {row['pass']:<8} {'+'.join(row['ops']):<28} {row['engine']:<24} {us:>10.1f} us{mark}")
         lines += self._references()
         lines.append(f"time        about {self.step_seconds:.3g} s a step ({self.tokens_per_step / self.step_seconds:,.0f} tokens/s) in these "
                      "plans and the output layer: a prediction from datasheet rates, without optimiser and communication")  # fmt: skip
@@ -139,15 +145,33 @@ def _graphs(recipe: Recipe) -> list[tuple[str, str, Graph, int, frozenset[str]]]
                                           qk_norm=norm if m.qk_norm else None, interleaved=False)  # fmt: skip
     mlp = [x["x"], _meta(dtype, f * (2 if m.gated else 1), h), _meta(dtype, h, f),
            *([_meta(dtype, f * (2 if m.gated else 1))] if m.linear_bias else []), *norm_of("", h).values()]  # fmt: skip
+    adds, mlp_name, mlp_recompute = None, "norm + mlp", recompute
+    if plan.fuse_residual:
+        adds, mlp_name = ResidualAdds(m.linear_bias, m.linear_bias, m.hidden_dropout), "residual + norm + mlp + residual"
+        mlp += [x["x"] if n == "residual" else _meta(dtype, h) if n.endswith("bias") else _meta(torch.int64, 1) for n in adds.names()]
+        mlp_recompute = recompute | (mlp_from_norm(norm, Activation(m.activation)) if "mlp" in modules else set())
     _, mlp_of = mlp_graph(tp, Activation(m.activation), bias=m.linear_bias, row_weight=False, norm=norm,
-                          norm_bias=norm.op == "layer_norm")  # fmt: skip
+                          norm_bias=norm.op == "layer_norm", adds=adds)  # fmt: skip
     attention_recompute = recompute | ({"sdpa"} if "core_attn" in modules else set())
     last = x | norm_of("", h)
     return [
         ("self_attention", "norm + self attention", self_attention(*attention.values()), layers, frozenset(attention_recompute)),
-        ("mlp", "norm + mlp", mlp_of(*mlp), layers, frozenset(recompute)),
+        ("mlp", mlp_name, mlp_of(*mlp), layers, frozenset(mlp_recompute)),
         ("final_layernorm", "final norm", norm_graph(norm, tuple(last))(*last.values()), 1, frozenset()),
+        *_loss_graphs(recipe, tp, x["x"]),
     ]  # fmt: skip
+
+
+def _loss_graphs(recipe: Recipe, tp: TensorParallel, x: torch.Tensor) -> list[tuple[str, str, Graph, int, frozenset[str]]]:
+    """The row of ``_graphs`` for what follows the final norm, none where Megatron runs all of it. ``x``: the hidden states of this rank."""
+    m, loss = recipe.model, recipe.plan.loss_runs
+    if loss == "megatron":
+        return []
+    chunked, classes, tokens = loss == "chunked", m.vocab_size // tp.size, (m.seq_length, recipe.train.micro_batch)
+    data = [x, _meta(x.dtype, classes, m.hidden_size)] if chunked else [_meta(x.dtype, *tokens, classes)]
+    names, build = cross_entropy_graph(tp, linear=chunked)
+    graph = build(*data, _meta(torch.int64, *tokens), *([_meta(torch.int64, 1)] if "first" in names else []))
+    return [("loss", "output layer + loss" if chunked else "loss", graph, 1, frozenset({"all_gather"} if chunked and tp.sequence else ()))]
 
 
 def _policies(recipe: Recipe, kind: str, times: int) -> list[tuple[Policy, int]]:
@@ -158,27 +182,34 @@ def _policies(recipe: Recipe, kind: str, times: int) -> list[tuple[Policy, int]]
     return [(p, max(s.count(p) for s in stages)) for p in dict.fromkeys(p for s in stages for p in s)]
 
 
-def estimate_recipe(recipe: Recipe, arch: Arch, world: int | None = None, *, pins: Pins | None = None) -> RecipePlan:
-    """Plan every distinct graph of ``recipe`` for ``arch``. ``world``: number of ranks (default: one data-parallel replica).
-    ``pins``: the content of plan.file where the caller has it, read here otherwise.
-
-    Raises PlanError where the recipe's policy leaves a region without an engine or a pin of plan.file no longer fits,
-    RecipeError where plan.file cannot be read.
-    """
-    pins = load_pins(recipe) if pins is None else pins
-    start = time.perf_counter()
-    planned = []
+def workloads(recipe: Recipe) -> list[Workload]:
+    """Every distinct graph of ``recipe`` as its layers plan it in training, once for each policy that holds for some of them."""
+    found = []
     for kind, name, g, times, recompute in _graphs(recipe):
         weights = tuple(i for i, v in enumerate(g.inputs) if v in g.weights)
-        options = {"needs_grad": tuple(v == "x" or v in g.weights for v in g.inputs), "recompute": recompute, "pins": pins,
+        options = {"needs_grad": tuple(v in ("x", "residual", "hidden", "logits") or v in g.weights for v in g.inputs), "recompute": recompute,
                    "accumulate": weights if recipe.plan.gradient_accumulation_fusion else ()}  # fmt: skip
         for policy, count in _policies(recipe, kind, times):
             shown = name if policy.mode == recipe.plan.policy else f"{name} ({policy.mode})"
-            planned.append(PlannedGraph(kind, shown, plan(g, arch, policy, **options), count))
+            found.append(Workload(kind, shown, g, policy, options, count))
+    return found
+
+
+def estimate_recipe(recipe: Recipe, arch: Arch, world: int | None = None, *, pins: Pins | None = None, records: Records | None = None) -> RecipePlan:
+    """Plan every distinct graph of ``recipe`` for ``arch``. ``world``: number of ranks (default: one data-parallel replica).
+    ``pins`` and ``records``: the content of plan.file and plan.records where the caller has it, read here otherwise.
+
+    Raises PlanError where the recipe's policy leaves a region without an engine or a pin of plan.file no longer fits,
+    RecipeError where plan.file or the records cannot be read.
+    """
+    pins = load_pins(recipe) if pins is None else pins
+    records = load_records(recipe) if records is None else records
+    start = time.perf_counter()
+    planned = [PlannedGraph(w.kind, w.name, plan(w.graph, arch, w.policy, pins=pins, records=records, **w.options), w.times) for w in workloads(recipe)]
     planning_ms = (time.perf_counter() - start) * 1e3
     m, t, p = recipe.model, recipe.train, recipe.parallel
     data = max(1, (world or p.tensor * p.pipeline) // (p.tensor * p.pipeline))
     micro_batches = t.global_batch // (t.micro_batch * data)
     flops = 2 * t.micro_batch * m.seq_length * m.hidden_size * m.vocab_size / p.tensor
-    outside = 3 * arch.roofline(flops, 0, recipe.precision.tensor_dtype) / 0.75
+    outside = 0.0 if recipe.plan.loss_runs == "chunked" else 3 * arch.roofline(flops, 0, recipe.precision.tensor_dtype) / 0.75
     return RecipePlan(recipe.name, arch.name, tuple(planned), micro_batches, t.global_batch * m.seq_length, outside, planning_ms)

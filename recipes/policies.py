@@ -7,7 +7,7 @@ from ..integration.problems import Problem
 from ..integration.settings import POLICIES, SettingsError, given, settings
 from .config import AT_MOST, Recipe, pattern_and_mode
 
-MODULE_KINDS = ("self_attention", "mlp", "final_layernorm")
+MODULE_KINDS = ("self_attention", "mlp", "final_layernorm", "loss")
 """What runs plans in a model, by the last part of the modules' names; the first two are in every layer."""
 
 
@@ -16,6 +16,8 @@ def modules_of(recipe: Recipe, kind: str) -> tuple[str, ...]:
     stages."""
     if kind == "final_layernorm":
         return ("decoder.final_layernorm",)
+    if kind == "loss":
+        return () if recipe.plan.loss_runs == "megatron" else ("loss",)
     return tuple(f"decoder.layers.{i}.{kind}" for i in range(recipe.model.num_layers))
 
 
@@ -65,8 +67,9 @@ def _environment(recipe: Recipe) -> list[Problem]:
     for field, value, variable, says in (
         ("plan.policy", recipe.plan.policy, "LAYERPLAN_POLICY", here.policy),
         ("plan.deterministic", recipe.plan.deterministic, "LAYERPLAN_DETERMINISTIC", here.deterministic),
+        ("plan.records", recipe.plan.records or here.records, "LAYERPLAN_RECORDS", here.records),  # a recipe without records takes those
     ):
         if variable in given() and says != value:
-            text = str(says).lower()
+            text = says if isinstance(says, str) else str(says).lower()
             problems.append(Problem(field, value, f"the environment says {variable}={text}", f"unset {variable} or set {field}={text}"))
     return problems

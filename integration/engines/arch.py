@@ -10,8 +10,8 @@ import re
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arch:
-    """One architecture. Rates are the vendor's dense datasheet figures of a typical board (``board``): they serve
-    rooflines, predictions and MFU; measured ceilings live in records."""
+    """One architecture. Rates and memory are the vendor's datasheet figures of a typical board (``board``), rates dense: they
+    serve rooflines, predictions and MFU; measured ceilings live in records."""
 
     name: str
     capability: tuple[int, int] | None
@@ -20,6 +20,7 @@ class Arch:
     tflops: tuple[tuple[str, float], ...]
     smem_kib: int = 0
     sms: int = 0
+    memory_gb: int = 0
 
     @property
     def is_gpu(self) -> bool:
@@ -42,7 +43,7 @@ class Arch:
     def parse(name: str) -> Arch:
         """``sm_90``, ``sm90``, ``90``, ``sm_90a``, ``cpu``, or a GPU's name (``H100``, ``RTX PRO 6000``); anything else is refused
         with the close names."""
-        board = re.sub(r"[\s_-]+|nvidia|geforce", "", name.lower())
+        board = _plain(name)
         if board in GPU_NAMES:
             return ARCHS[GPU_NAMES[board]]
         key = name.lower().replace("sm", "").strip("_").rstrip("af")
@@ -76,32 +77,47 @@ def of_capability(cap: tuple[int, int]) -> Arch:
     return max(rows, key=lambda a: a.capability)
 
 
-def _arch(name, cap, board, copy, rates, smem, sms) -> Arch:
-    return Arch(name, cap, board, copy, tuple(rates.items()), smem, sms)
+def _plain(name: str) -> str:
+    """A GPU's name as the tables have it."""
+    return re.sub(r"[\s_-]+|nvidia|geforce", "", name.lower())
+
+
+def memory_gb(name: str) -> tuple[str, int] | None:
+    """(board, GB) of what ``Arch.parse`` takes: of that GPU, or of the typical board of an arch; None for the CPU. ValueError as
+    ``Arch.parse``."""
+    arch, plain = Arch.parse(name), _plain(name)
+    if plain in GPU_NAMES:
+        return name, _BOARDS[arch.name][plain]
+    return (arch.board, arch.memory_gb) if arch.is_gpu else None
+
+
+def _arch(name, cap, board, copy, rates, smem, sms, memory) -> Arch:
+    return Arch(name, cap, board, copy, tuple(rates.items()), smem, sms, memory)
 
 
 ARCHS: dict[str, Arch] = {a.name: a for a in (
     _arch("sm_80", (8, 0), "A100-80GB-SXM", 2.04, {"bfloat16": 312, "float16": 312, "float32": 19.5, "float64": 9.7},
-          163, 108),
+          163, 108, 80),
     _arch("sm_89", (8, 9), "L40S", 0.86, {"bfloat16": 362, "float16": 362, "float32": 91, "float64": 1.4, "float8": 733},
-          99, 142),
+          99, 142, 48),
     _arch("sm_90", (9, 0), "H200-SXM", 4.8, {"bfloat16": 989, "float16": 989, "float32": 67, "float64": 34, "float8": 1979},
-          227, 132),
+          227, 132, 141),
     _arch("sm_100", (10, 0), "B200", 8.0, {"bfloat16": 2250, "float16": 2250, "float32": 80, "float64": 40, "float8": 4500},
-          227, 148),
+          227, 148, 180),
     _arch("sm_103", (10, 3), "B300", 8.0, {"bfloat16": 2250, "float16": 2250, "float32": 77, "float64": 1.3, "float8": 4500},
-          227, 148),
+          227, 148, 270),
     _arch("sm_120", (12, 0), "RTX-PRO-6000", 1.79, {"bfloat16": 504, "float16": 504, "float32": 126, "float64": 2, "float8": 1008},
-          99, 188),
+          99, 188, 96),
     Arch("cpu", None, "host", 0.02, (("float32", 0.1), ("bfloat16", 0.1), ("float16", 0.1), ("float64", 0.05))),
 )}  # fmt: skip
 
-# what people call a GPU, in lower case and without spaces and hyphens -> its arch
-GPU_NAMES: dict[str, str] = {name: arch for arch, names in {
-    "sm_80": ("a100", "a800", "a30"),
-    "sm_89": ("l40s", "l40", "l20", "l4", "rtx6000ada", "rtx4090"),
-    "sm_90": ("h100", "h200", "h800", "h20", "gh200"),
-    "sm_100": ("b100", "b200", "gb200"),
-    "sm_103": ("b300", "gb300"),
-    "sm_120": ("rtxpro6000", "rtx5090"),
-}.items() for name in names}  # fmt: skip
+# what people call a GPU, in lower case and without spaces and hyphens -> GB of the board that most have
+_BOARDS: dict[str, dict[str, int]] = {
+    "sm_80": {"a100": 80, "a800": 80, "a30": 24},
+    "sm_89": {"l40s": 48, "l40": 48, "l20": 48, "l4": 24, "rtx6000ada": 48, "rtx4090": 24},
+    "sm_90": {"h100": 80, "h200": 141, "h800": 80, "h20": 96, "gh200": 96},
+    "sm_100": {"b100": 180, "b200": 180, "gb200": 186},
+    "sm_103": {"b300": 270, "gb300": 279},
+    "sm_120": {"rtxpro6000": 96, "rtx5090": 32},
+}
+GPU_NAMES: dict[str, str] = {name: arch for arch, boards in _BOARDS.items() for name in boards}

@@ -30,6 +30,10 @@ class Offer:
     ahead_of_time: bool = False
     emulated: bool = False
 
+    def seconds(self, roofline: float) -> float:
+        """The prediction for a region that takes ``roofline`` seconds at least."""
+        return roofline / self.efficiency + self.launches * 2e-6
+
     def to_json(self) -> dict[str, Any]:
         """Field -> value, the knobs as a dict."""
         return {**dataclasses.asdict(self), "knobs": dict(self.knobs)}
@@ -106,15 +110,19 @@ class Region:
             specs = self.graph.specs
             flops += op.cost({p: specs[v] for p, v in n.inputs}, {p: specs[v] for p, v in n.outputs}, n.attributes)[0]
             aliases = aliases and op.aliases
-        border = (*self.graph.inputs, *self.graph.outputs)
+        read = {v for n in self.nodes for p, v in n.inputs if p not in table[n.op].gradient_only}
+        border = (*(v for v in self.graph.inputs if v in read), *self.graph.outputs)
         return flops, 0 if aliases else sum(self.graph.specs[v].nbytes() for v in border)
 
     def dtype(self) -> str:
         return next((self.graph.specs[v].dtype for v in self.graph.inputs if self.graph.specs[v].is_float), "float32")
 
+    def roofline_seconds(self, arch: Arch) -> float:
+        """What the region takes at least, by datasheet rates."""
+        return arch.roofline(*self.cost(), self.dtype())
+
     def predicted_seconds(self, offer: Offer, arch: Arch) -> float:
-        flops, nbytes = self.cost()
-        return arch.roofline(flops, nbytes, self.dtype()) / offer.efficiency + offer.launches * 2e-6
+        return offer.seconds(self.roofline_seconds(arch))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

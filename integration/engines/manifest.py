@@ -15,6 +15,7 @@ from .packages import absence, import_error
 GPUS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 ALL = (*GPUS, "cpu")
 TMA = GPUS[2:]  # from sm_90 on
+CHUNK_BYTES = 1 << 29  # of logits that loss/chunked makes at once: 2048 tokens of 128k classes, enough for products at full speed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ def _load(target: str):
 _NORM = ("rms_norm", "rms_norm_bwd", "layer_norm", "layer_norm_bwd")
 _GATES = tuple(f"{a}{b}" for a in ("swiglu", "geglu", "gelu", "squared_relu") for b in ("", "_bwd"))
 _LOSS = ("cross_entropy", "cross_entropy_bwd")
+_SHARDS = ("shard_targets", "stack_shard", "shard_loss")
 _HEADS = ("split", "concat", "unflatten_heads", "flatten_heads", "expand_heads", "sum_heads")
 _K = "layerplan.kernels"
 _QUACK = ("torch", "quack")
@@ -74,18 +76,22 @@ MANIFEST: tuple[Entry, ...] = (
     Entry("attention/torch_flash", f"{_K}.attention.torch:FlashAttention", ("sdpa", "sdpa_bwd"), GPUS,
           note="FlashAttention-2 in torch; packed sequences, windows"),
     Entry("attention/fa4", f"{_K}.attention.fa4:Fa4Attention", ("sdpa", "sdpa_bwd"), GPUS, ("torch", "flash_attn.cute.cache_utils"),
-          note="FlashAttention-4 (flash-attn-4 4.0.0b36), its kernels without its wrapper; packed sequences, windows, sinks, LSE gradient; backward from sm_90 on", trial=True),
+          note="FlashAttention-4 (flash-attn-4 4.0.0b36), its kernels without its wrapper; packed sequences, windows, sinks, LSE gradient; backward from sm_90 on"),
     Entry("attention/fa4_deterministic", f"{_K}.attention.fa4:Fa4DeterministicAttention", ("sdpa", "sdpa_bwd"),
           ("sm_90", "sm_100", "sm_103"), ("torch", "flash_attn.cute.cache_utils"),
-          note="the same with a backward whose reruns are bitwise equal", trial=True),
+          note="the same with a backward whose reruns are bitwise equal"),
     Entry("attention/torch_cpu", f"{_K}.attention.torch:CpuAttention", ("sdpa", "sdpa_bwd"), ("cpu",),
           note="blocked CPU kernel"),
     Entry("layout/torch", f"{_K}.pointwise.torch:TorchLayout",
-          ("qkv_split", "qkv_merge", *_HEADS, "zeros_like", "add", "row_sum"), ALL, note="views, cat, add, sum"),
+          ("qkv_split", "qkv_merge", *_HEADS, "zeros_like", "add", "row_sum", *_SHARDS), ALL,
+          note="views, cat, add, sum; the few numbers a token of vocab-parallel cross entropy"),
     Entry("rope/quack", f"{_K}.rope.quack:QuackRope", ("rope",), GPUS, _QUACK, note="quack-kernels; without per-token positions", trial=True),
     Entry("loss/quack", f"{_K}.loss.quack:QuackCrossEntropy", _LOSS, GPUS, _QUACK, note="quack-kernels; up to 262144 classes", trial=True),
+    Entry("loss/chunked", f"{_K}.loss.chunked:ChunkedLinearCrossEntropy", ("linear_cross_entropy", "linear_cross_entropy_bwd"), ALL,
+          note="linear and cross entropy over chunks of tokens: cuBLAS and an engine for cross entropy, never all logits"),
     Entry("pointwise/inductor", f"{_K}.pointwise.inductor:InductorPointwise",
-          ("add", "bias_dropout_add", "dropout_bwd", "rope", "qkv_split", "qkv_merge", *_HEADS, *_GATES, *_NORM, *_LOSS), ALL, ("torch", "triton"),
+          ("add", "bias_dropout_add", "dropout_bwd", "rope", "qkv_split", "qkv_merge", *_HEADS, *_GATES, *_NORM, *_LOSS, *_SHARDS), ALL,
+          ("torch", "triton"),
           note="one generated kernel per region signature"),
     Entry("reference/eager", f"{_K}.reference.eager:Reference", ("*",), ALL, note="plain PyTorch, float32 inside"),
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -54,6 +55,9 @@ CORE = ("torch", "numpy", "typer", "rich")
 EXTRAS = {"megatron": ("megatron.core",), "train": ("tokenizers", "tensorboard", "matplotlib", "psutil")}
 # module that an engine imports -> (what brings it, as an installer knows it; the extra of layerplan that asks for it)
 _BROUGHT_BY = {"quack": ("quack-kernels", "peers"), "flash_attn.cute.cache_utils": ("flash-attn-4", "peers")}
+KNOWN_VERSIONS = {"quack-kernels": "0.6.5", "flash-attn-4": "4.0.0b36"}
+"""Packages whose kernels are compiled and launched by internal functions, with the version that these are known in: another may
+order their arguments differently, so the engines decline it."""
 
 
 def distribution(module: str) -> str:
@@ -98,11 +102,29 @@ def absence(module: str) -> str | None:
     """Why an engine that needs ``module`` cannot run, None where its code is there."""
     place = locate(module)
     if place.here:
-        return None
+        return _unknown_version(module)
     if place.state == "missing":
         return f"needs the package {distribution(module)!r}, which is not installed: {install_hint(module)}"
     return (f"needs the package {distribution(module)!r}, which is not installed: {place.location} is a folder of its module's name "
             f"without a package in it; {install_hint(module)}")  # fmt: skip
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package by its metadata, None where it has none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _unknown_version(module: str) -> str | None:
+    """Why the package that is there is not the one that its engines know, None where it is, or where any version will do."""
+    name = distribution(module)
+    known, version = KNOWN_VERSIONS.get(name), installed_version(name)
+    if known is None or (version is not None and version.partition("+")[0] == known):
+        return None
+    there = f"{version} is installed" if version else "what is installed has no metadata that says its version"
+    return f"needs {name} {known}, whose internal functions it calls; {there}: {install_hint(module)}"
 
 
 @functools.cache

@@ -151,7 +151,7 @@ def differentiate(
                 d.contribute(value, grad)
     grads = tuple(d.total(v) if n else None for v, n in zip(graph.inputs, needs_grad, strict=True))
     wanted = tuple(dict.fromkeys(g for g in grads if g is not None))
-    backward = d.builder.build(wanted)
+    backward = _fold_addends(d.builder.build(wanted))
     forward = dataclasses.replace(graph, nodes=tuple(d.current(n) for n in graph.nodes), specs=d.specs)
     backward, saved = _rematerialise(forward, _drop_unread(backward), recompute)
     order = {v: k for k, v in enumerate(saved)}
@@ -160,6 +160,30 @@ def differentiate(
     extra = tuple(v for v in order if v not in graph.inputs and v not in graph.outputs)
     forward = prune(dataclasses.replace(forward, outputs=(*graph.outputs, *extra)))
     return Differentiated(forward, len(graph.outputs), backward, saved, grad_outputs, grads)
+
+
+def _fold_addends(backward: Graph) -> Graph:
+    """Hand what is added to an op's output to the op itself where it takes an addend (``Op.addends``): the gradient of a
+    residual stream then costs no region of its own, and one rounding instead of two."""
+    table, nodes = op_table(), list(backward.nodes)
+    for node in [n for n in nodes if n.op == "add"]:
+        made = {v: k for k, n in enumerate(nodes) for _, v in n.outputs}
+        for own, other in (("a", "b"), ("b", "a")):
+            part, rest = node.input(own), node.input(other)
+            at = made.get(part)
+            if at is None or made.get(rest, -1) >= at or part in backward.outputs:
+                continue
+            maker = nodes[at]
+            port = next((table[maker.op].addends.get(p) for p, v in maker.outputs if v == part), None)
+            if port is None or maker.input(port) is not None or sum(v == part for n in nodes for _, v in n.inputs) > 1:
+                continue
+            given = {**dict(maker.inputs), port: rest}
+            inputs = tuple((p, given[p]) for p in table[maker.op].input_names if p in given)
+            outputs = tuple((p, node.output("y") if v == part else v) for p, v in maker.outputs)
+            nodes[at] = dataclasses.replace(maker, inputs=inputs, outputs=outputs)
+            nodes.remove(node)
+            break
+    return prune(dataclasses.replace(backward, nodes=tuple(nodes)))
 
 
 def _drop_unread(backward: Graph) -> Graph:
@@ -209,13 +233,13 @@ def _rematerialise(forward: Graph, backward: Graph, recompute: frozenset[str]) -
 def accumulate_weight_grads(backward: Graph, grads: tuple[str | None, ...], positions: tuple[int, ...]):
     """Let the weight gradients at ``positions`` of ``grads`` add into an extra float32 input each, behind the others.
 
-    Returns (backward, grads, the positions that now do). A gradient that is not one product (a weight used twice, a
-    norm's gamma) is left as it is and returned as usual.
+    Returns (backward, grads, the positions that now do). A gradient that is not the output of one node with an ``accumulate`` port (a
+    weight used twice, a norm's gamma) is left as it is and returned as usual.
     """
-    nodes, inputs, specs, done = list(backward.nodes), list(backward.inputs), dict(backward.specs), []
+    nodes, inputs, specs, done, table = list(backward.nodes), list(backward.inputs), dict(backward.specs), [], op_table()
     for i in positions:
         value = grads[i]
-        at = next((k for k, n in enumerate(nodes) if n.op == "linear_wgrad" and n.output("dweight") == value), None)
+        at = next((k for k, n in enumerate(nodes) if "accumulate" in table[n.op].input_names and n.output("dweight") == value), None)
         if value is None or at is None or backward.consumers(value) or sum(g == value for g in grads) > 1:
             continue
         name = f"main_grad{i}"

@@ -72,6 +72,8 @@ HONOURED: dict[str, str] = {
     "softmax_scale": "core attention",
     "softmax_type": "core attention: vanilla, off-by-one, learnable",
     "attention_dropout": "core attention",
+    "hidden_dropout": "the MLP's plan where it holds the residual adds; elsewhere Megatron's",
+    "mlp_chunks_for_training": "Megatron's transformer layer; must be 1 where the MLP's plan holds the residual adds",
     "apply_query_key_layer_scaling": "core attention: the scale is divided by the layer's number",
     "attention_softmax_in_fp32": "core attention: always in fp32",
     "window_size": "core attention",
@@ -87,8 +89,8 @@ HONOURED: dict[str, str] = {
     "activation_func_clamp_value": "activation: gated ones only",
     "bias_activation_fusion": "activation: gelu then uses tanh, as Megatron's fused one does",
     "recompute_granularity": "save policies of the plans; Megatron's checkpoint around a layer",
-    "recompute_modules": "save policies of the plans: layernorm, moe_act of dense MLPs, mla_up_proj; core_attn of MLA, whose "
-    "plan keeps nothing that it would rebuild; the others are Megatron's",
+    "recompute_modules": "save policies of the plans: layernorm, moe_act of dense MLPs, mla_up_proj; mlp with fused residual adds; "
+    "core_attn of MLA, whose plan keeps nothing that it would rebuild; the others are Megatron's",
     "multi_latent_attention": "block spec",
     "q_lora_rank": "sizes",
     "kv_lora_rank": "sizes",
@@ -215,8 +217,7 @@ _IRRELEVANT_GROUPS: dict[str, str] = {
         rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow
         mscale mscale_all_dim""",
     "Megatron's attention module and transformer layer, around the slots": """
-        attention_output_gate test_mode hidden_dropout bias_dropout_fusion mlp_chunks_for_prefill
-        mlp_chunks_for_training flash_attention_version""",
+        attention_output_gate test_mode bias_dropout_fusion mlp_chunks_for_prefill flash_attention_version""",
     "a choice of kernel with the same result, which the planner makes here": """
         masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm
         disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache use_fused_weighted_squared_relu""",

@@ -22,6 +22,8 @@ class MLASelfAttention(PlannedModule, mla.MLASelfAttention):
     latents. Inference goes through Megatron's forward, which keeps keys and values in its cache.
     """
 
+    boundary = "bias of linear_proj, dropout and residual add behind it"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._plan_name, self._deterministic = kwargs.get("name") or "", self.config.deterministic_mode

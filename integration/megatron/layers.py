@@ -5,7 +5,9 @@ Tensors are Megatron's: hidden states [s(/tp), b, h], attention [s, b, heads, he
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -31,9 +33,11 @@ from ...modules.base import PlannedModule
 from ...modules.graphs import (
     Activation,
     NormAttrs,
+    ResidualAdds,
     TensorParallel,
     attention_graph,
     linear_graph,
+    mlp_from_norm,
     mlp_graph,
 )
 from ...modules.norm import Norm as BaseNorm
@@ -378,7 +382,9 @@ class CoreAttention(PlannedModule, MegatronModule):
         if self.softmax_offset is not None:
             inputs["sink"] = self.softmax_offset
         if self.training and self.dropout > 0:
-            with get_cuda_rng_tracker().fork():  # different on every tensor-parallel rank, the same in recompute
+            # different on every tensor-parallel rank, the same in recompute: with sequence parallel Megatron's block has set the
+            # tracker's generator already, and a fork within draws other numbers when a checkpoint runs this again
+            with contextlib.nullcontext() if self.config.sequence_parallel else get_cuda_rng_tracker().fork():
                 rng = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
             attrs["dropout"] = self.dropout
             inputs["seed"], inputs["offset"] = rng[:1], rng[1:]
@@ -402,9 +408,24 @@ class CoreAttention(PlannedModule, MegatronModule):
                                                    dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"])  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Residual:
+    """The residual stream [s(/tp), b, h] that a layer hands to its MLP with the attention's output, that output's bias [h] if
+    it is not added yet, and the probability with which both of the layer's residual adds drop elements."""
+
+    stream: torch.Tensor
+    bias: torch.Tensor | None
+    dropout: float
+
+
 class MLP(PlannedModule, megatron_mlp.MLP):
-    """fc1, activation and fc2 as one graph, with the norm in front of fc1 where the slot holds the fused linear. What the
-    backward keeps is a save policy: "layernorm" and "moe_act" of recompute_modules rebuild the norm and the activation."""
+    """fc1, activation and fc2 as one graph, with the norm in front of fc1 where the slot holds the fused linear, and with the
+    layer's two residual adds where the layer hands over its residual stream (``LayerplanTransformerLayer``).
+
+    What the backward keeps is a save policy: "layernorm" and "moe_act" of recompute_modules rebuild the norm and the
+    activation, and in a plan with the residual adds "mlp" rebuilds all that stands between them."""
+
+    boundary = "bias of fc2, dropout and residual add behind it"
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -417,27 +438,47 @@ class MLP(PlannedModule, megatron_mlp.MLP):
             getattr(self, name).run_by_parent()
 
     def forward(self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, *,
-                padding_mask: torch.Tensor | None = None):  # fmt: skip
+                padding_mask: torch.Tensor | None = None, residual: Residual | None = None):  # fmt: skip
         """hidden_states [s(/tp), b, h] -> (output [s(/tp), b, h], bias of fc2 or None). ``per_token_scale`` [tokens].
-        ``padding_mask`` is what a layer passes to every MLP: routers read it, a dense one runs each token by itself."""
+        ``padding_mask`` is what a layer passes to every MLP: routers read it, a dense one runs each token by itself. With
+        ``residual`` hidden_states is the attention's output, and the result (the residual stream behind the layer, None).
+        Raises ValueError for ``residual`` together with ``per_token_scale``."""
         del padding_mask
+        if residual is not None and per_token_scale is not None:
+            raise ValueError("per_token_scale: must be None with residual; a scaled MLP is an expert's, and its layer adds the "
+                             "residual itself")  # fmt: skip
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         run_pre_hooks(fc1, fc2)
         tp, norm = fc1._parallel(), fc1._norm
         norm_bias = getattr(fc1, "layer_norm_bias", None)
+        adds, of_adds = self._residual_adds(residual)
         names, build = mlp_graph(tp, self._activation, bias=fc1.bias is not None, row_weight=per_token_scale is not None,
-                                 norm=norm, norm_bias=norm_bias is not None)  # fmt: skip
-        optional = (fc1.bias, per_token_scale, fc1.layer_norm_weight if norm else None, norm_bias)
+                                 norm=norm, norm_bias=norm_bias is not None, adds=adds)  # fmt: skip
+        optional = (fc1.bias, per_token_scale, fc1.layer_norm_weight if norm else None, norm_bias, *of_adds)
         again = set(fc1._recompute(tp))
         if recomputes(self.config, "moe_act"):
             again.add(self._activation.op)
-        runner = self.planned((names, tp), names, build, recompute=frozenset(again), groups={tp.symbol: fc1.tp_group})
+        if adds is not None and recomputes(self.config, "mlp"):  # otherwise the layer's own checkpoint around this call
+            again |= mlp_from_norm(norm, self._activation)
+        runner = self.planned((names, tp, adds), names, build, recompute=frozenset(again), groups={tp.symbol: fc1.tp_group})
         sink = fc1.sink_for({1: fc1.weight, 2: fc2.weight})
         output = runner(hidden_states, fc1.weight, fc2.weight, *(t for t in optional if t is not None), sink=sink)
-        bias = fc2.bias
+        bias = fc2.bias if adds is None else None
         if per_token_scale is not None and bias is not None:
             output, bias = output + bias.unsqueeze(0) * per_token_scale.unsqueeze(-1), None
         return output, bias
+
+    def _residual_adds(self, residual: Residual | None) -> tuple[ResidualAdds | None, tuple[torch.Tensor | None, ...]]:
+        """The residual adds of the graph and their inputs in order. Draws the seeds of the two dropouts from the generator that is
+        current, as Megatron's own dropout does: without sequence parallel the tensor-parallel ranks share it, with it
+        Megatron's block has set the tracker's, which differs between them."""
+        if residual is None:
+            return None, ()
+        output_bias, dropout = self.linear_fc2.bias, residual.dropout if self.training else 0.0
+        seeds: tuple[torch.Tensor, ...] = ()
+        if dropout > 0:
+            seeds = torch.randint(0, 2**62, (4,), dtype=torch.int64, device=residual.stream.device).split(1)
+        return ResidualAdds(residual.bias is not None, output_bias is not None, dropout), (residual.stream, residual.bias, output_bias, *seeds)
 
     def backward_dw(self) -> None:
         self.linear_fc1.backward_dw(self.linear_fc2)

@@ -22,6 +22,8 @@ class SelfAttention(PlannedModule, megatron_attention.SelfAttention):
     sequences or between queries and keys go through Megatron's forward, slot by slot.
     """
 
+    boundary = "bias of linear_proj, dropout and residual add behind it"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._plan_name, self._deterministic = kwargs.get("name") or "", self.config.deterministic_mode

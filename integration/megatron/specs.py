@@ -24,11 +24,13 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from . import compat, layers
+from .agreement import compare_planning_once
 from .config_map import raise_for
 from .latent_attention import MLASelfAttention
 from .optimizer import install_optimizer
 from .provider import LayerplanSpecProvider
 from .self_attention import SelfAttention
+from .transformer_layer import LayerplanTransformerLayer, raise_for_residual
 
 
 @functools.cache
@@ -40,24 +42,38 @@ def guard_process() -> None:
 
 
 def guarded_block_spec(config: Any, vp_stage: int | None = None, **options: Any) -> TransformerBlockSubmodules:
-    """``gpt_block_spec`` after ``guard_process``: for a training script that offers no other place to call it from."""
+    """``gpt_block_spec`` after ``guard_process`` and, where there are several ranks, one ``compare_planning`` of all of them: for a
+    training script that offers no other place to call these from."""
     guard_process()
+    compare_planning_once()
     return gpt_block_spec(config, vp_stage, **options)
 
 
+def guarded_residual_block_spec(config: Any, vp_stage: int | None = None, **options: Any) -> TransformerBlockSubmodules:
+    """``guarded_block_spec`` with ``fuse_residual``, for ``--spec``, which passes no options."""
+    return guarded_block_spec(config, vp_stage, **{"fuse_residual": True} | options)
+
+
 def gpt_block_spec(config: Any, vp_stage: int | None = None, *, provider: BackendSpecProvider | None = None,
-                   pp_rank: int | None = None) -> TransformerBlockSubmodules:  # fmt: skip
+                   pp_rank: int | None = None, fuse_residual: bool = False) -> TransformerBlockSubmodules:  # fmt: skip
     """The layers of this pipeline stage and the final norm.
 
     ``config``: a TransformerConfig, or an object whose ``transformer`` is one (Megatron's GPTModelConfig). Every field that
     changes a layer's maths is honoured or refused: all problems in one ConfigError, before anything is built.
+    ``fuse_residual``: dense layers run their residual adds in the MLP's plan (``LayerplanTransformerLayer``); layers of
+    experts stay Megatron's. ValueError where no layer is dense.
     """
     config = config if isinstance(config, TransformerConfig) else config.transformer
     raise_for(config)
+    if fuse_residual:
+        raise_for_residual(config)
     provider = provider or LayerplanSpecProvider()
     attention = _mla(config, provider) if config.multi_latent_attention else _self_attention(config, provider)
     pattern = _moe_pattern(config)
-    made = {moe: _layer(config, provider, attention, moe) for moe in set(pattern)}
+    if fuse_residual and all(pattern):
+        raise ValueError("fuse_residual = True: must be False where every layer has experts, whose residual adds are Megatron's; "
+                         "leave it out")  # fmt: skip
+    made = {moe: _layer(config, provider, attention, moe, fuse_residual and not moe) for moe in set(pattern)}
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     specs = [made[moe] for moe in pattern[first : first + count]]
@@ -109,7 +125,7 @@ def _mla(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec
     )
 
 
-def _layer(config: TransformerConfig, provider: BackendSpecProvider, attention: ModuleSpec, moe: bool) -> ModuleSpec:
+def _layer(config: TransformerConfig, provider: BackendSpecProvider, attention: ModuleSpec, moe: bool, fuse_residual: bool) -> ModuleSpec:
     norm = provider.layer_norm(config.normalization == "RMSNorm")
     if moe:
         mlp = get_moe_module_spec_for_backend(provider, config.num_moe_experts, config.moe_grouped_gemm)
@@ -117,7 +133,7 @@ def _layer(config: TransformerConfig, provider: BackendSpecProvider, attention: 
         mlp = partial(layers.MLP.as_mlp_submodule, submodules=MLPSubmodules(
             linear_fc1=provider.column_parallel_layer_norm_linear(), linear_fc2=provider.row_parallel_linear()))  # fmt: skip
     return ModuleSpec(
-        module=TransformerLayer,
+        module=LayerplanTransformerLayer if fuse_residual else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             # the norms in front of fused linears live in those; MLA's down projections share one, MoE's router reads it
             input_layernorm=norm if config.multi_latent_attention else IdentityOp,

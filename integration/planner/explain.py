@@ -7,11 +7,16 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ..engines.arch import Arch
-from ..graph.ir import ITEMSIZE, Graph, GraphBuilder, GraphError, TensorSpec
+from ..graph.ir import ITEMSIZE, Graph, GraphBuilder, GraphError
 from ..graph.ops.table import op_table
-from .planner import Candidate, PlanError, PlannedRegion, plan
+from .planner import PlanError, PlannedRegion, plan
 from .policy import Policy
+from .rank import TIMES, Candidate
+from .records import Records, default_records
+from .shapes import SpecMaker
 from .text import aligned
 
 FUNCTIONS = {"attention": "sdpa"}
@@ -25,11 +30,15 @@ EXAMPLES = {
     "sdpa": "--shape q=1x4096x32x128:bfloat16 --shape k=1x4096x8x128:bfloat16 --shape v=1x4096x8x128:bfloat16 --attr causal=true",
     "swiglu": "--shape x=8192x28672:bfloat16",
     "cross_entropy": "--shape logits=8192x32768:bfloat16 --shape targets=8192:int64",
+    "linear_cross_entropy": "--shape x=8192x4096:bfloat16 --shape weight=128256x4096:bfloat16 --shape targets=8192:int64",
 }
 """Op -> shapes and attributes of ``layerplan explain`` that work."""
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64",
           "long": "int64", "int": "int32", "fp8": "float8_e4m3fn"}  # fmt: skip
+_OVER_ROWS = frozenset({"rms_norm", "layer_norm", "linear", "swiglu", "geglu", "gelu", "squared_relu", "cross_entropy", "linear_cross_entropy", "add",
+                        "bias_dropout_add"})  # fmt: skip
+"""Ops over rows: all dims but the last are tokens."""
 _CLOSE = 0.6  # difflib's own least likeness
 
 
@@ -53,13 +62,12 @@ class Explanation:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        """A table of candidates, predicted times, offers and reasons for the forward and for each region of the backward."""
+        """A table of candidates, their times, offers and reasons for the forward and for each region of the backward."""
         lines = []
         for title, candidates in ((f"{self.op} on {self.arch}", self.candidates), *((f"backward: {ops}", c) for ops, c in self.backward)):
             engine = next((c.engine for c in candidates if c.chosen), "no engine may run it")
-            rows = [("yes" if c.chosen else "no", c.engine, "" if c.seconds is None else f"{c.seconds * 1e6:.1f}", str(c.offer or ""), c.reason)
-                    for c in candidates]  # fmt: skip
-            lines += [f"{title}: {engine}", *(f"  {line}" for line in aligned([("runs", "engine", "predicted us", "offers", "why"), *rows]))]
+            rows = [("yes" if c.chosen else "no", c.engine, *c.times(), str(c.offer or ""), c.reason) for c in candidates]
+            lines += [f"{title}: {engine}", *(f"  {line}" for line in aligned([("runs", "engine", *TIMES, "offers", "why"), *rows]))]
         return "\n".join(lines)
 
     def reasons(self) -> dict[str, str]:
@@ -68,11 +76,12 @@ class Explanation:
 
 
 def explain(op: str, shapes: Mapping[str, tuple[Sequence[int], str]], arch: str | Arch, *, policy: Policy | str | None = None,
-            engine: str | None = None, **attrs: Any) -> Explanation:  # fmt: skip
+            engine: str | None = None, records: Records | None = None, **attrs: Any) -> Explanation:  # fmt: skip
     """Candidates and reasons for one op.
 
     ``shapes`` maps input ports to (sizes, dtype), for example ``{"q": ((1, 4096, 32, 128), "bfloat16"), ...}``; ``attrs``
-    are the op's attributes. Raises GraphError for shapes that break the op's rules, ValueError for an unknown op, arch or dtype.
+    are the op's attributes; ``records`` are measured times (None: those of LAYERPLAN_RECORDS). Raises GraphError for shapes that
+    break the op's rules, ValueError for an unknown op, arch or dtype, or where the records cannot be read.
     """
     check_op(op)
     arch = arch if isinstance(arch, Arch) else Arch.parse(arch)
@@ -83,6 +92,7 @@ def explain(op: str, shapes: Mapping[str, tuple[Sequence[int], str]], arch: str 
     needs = tuple(graph.specs[v].is_float and _differentiable(op, v) for v in graph.inputs)
     has_gradient = op_table()[op].gradient is not None and op_table()[op].kind != "collective" and any(needs)
     options = {"needs_grad": needs} if has_gradient else {}
+    options["records"] = default_records() if records is None else records
     try:
         made, error = plan(graph, arch, chosen, **options), None
     except PlanError as e:  # the regions of a plan without that policy, each asked under it
@@ -124,6 +134,20 @@ def _differentiable(op: str, port: str) -> bool:
     return allowed is None or port in allowed
 
 
+def _pattern(op: str, port: str, rank: int, layout: str) -> str:
+    """Which dims of a port are tokens, as the layers and the functional API have them: plans, and the times of records, are those of a
+    shape class. All dims of the other ops are static."""
+    if op == "sdpa":
+        lead = {"sbhd": "s b", "thd": "t"}.get(layout, "b s")
+        return {"q": f"{lead} h! d!", "k": f"{lead} g! d!", "v": f"{lead} g! e!", "mask": "b h! s s", "sink": "h!"}.get(port, "n")
+    if op == "rope":
+        return {"x": "*t h! d!", "positions": "*t"}.get(port, "p r!")
+    if op in _OVER_ROWS:
+        parameter = port in ("weight", "bias")
+        return " ".join(f"p{i}!" for i in range(rank)) if parameter else "*t" if port in ("targets", "row_weight") else "*t n!"
+    return " ".join(f"p{i}!" for i in range(rank))
+
+
 def _one_node(op: str, shapes: Mapping[str, tuple[Sequence[int], str]], attrs: Mapping[str, Any]) -> Graph:
     b = GraphBuilder()
     ports, problems = op_table()[op].input_names, []
@@ -141,10 +165,11 @@ def _one_node(op: str, shapes: Mapping[str, tuple[Sequence[int], str]], attrs: M
                             f"{name!r} to shapes")  # fmt: skip
     if problems:
         raise GraphError("\n".join(problems))
-    values = {}
+    values, spec = {}, SpecMaker()
     for p in ports:
         if p in shapes:
             size, dtype = shapes[p]
-            values[p] = b.input(p, TensorSpec(tuple(int(s) for s in size), dtype))
+            like = torch.empty([int(s) for s in size], dtype=getattr(torch, dtype), device="meta")
+            values[p] = b.input(p, spec(like, _pattern(op, p, len(size), attrs.get("layout", "bshd"))))
     out = b.op(op, **values, **attrs)
     return b.build([out] if isinstance(out, str) else out)

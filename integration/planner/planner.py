@@ -1,21 +1,24 @@
-"""A pure function from (graph, arch, policy, ...) to a plan: it never queries the device and never communicates."""
+"""A pure function from (graph, arch, policy, plan file, records) to a plan: it never queries the device and never communicates.
+
+Pinned regions come first, then every free node with what it is best taken with: how offers are compared stands in rank.py."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from ..engines.arch import Arch
-from ..engines.contract import Decline, Engine, Offer, Region
-from ..engines.manifest import BY_ID, Entry
+from ..engines.contract import Decline, Offer, Region
+from ..engines.manifest import BY_ID
 from ..graph.autodiff import Differentiated, accumulate_weight_grads, differentiate
 from ..graph.ir import Graph, Node
 from ..graph.ops.table import op_table
 from ..graph.verify import verify
-from .cover import chain, convex, entries_for, find, grow, region_of
+from .cover import convex, entries_for, find, region_of
 from .plan_file import Pin, Pins
 from .policy import Policy
+from .rank import TIMES, Candidate, Ranking, ask
+from .records import Records
 from .text import aligned
 
 
@@ -29,33 +32,26 @@ class PlanError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
-    """One engine's answer for one region. ``seconds`` is predicted; ``reason`` says why it was chosen, or why not; ``offer``
-    is None where it declined or was not asked."""
-
-    engine: str
-    seconds: float | None
-    reason: str
-    chosen: bool = False
-    offer: Offer | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Field -> plain value."""
-        return {"engine": self.engine, "seconds": self.seconds, "reason": self.reason, "chosen": self.chosen,
-                "offer": None if self.offer is None else self.offer.to_json()}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class PlannedRegion:
     region: Region
     engine: str  # "runner" for collectives
     offer: Offer
     candidates: tuple[Candidate, ...]
-    seconds: float
+    seconds: float  # measured where a record says so, else predicted
 
     @property
     def ops(self) -> tuple[str, ...]:
         return self.region.ops
+
+    @property
+    def measured_seconds(self) -> float | None:
+        """The record's time, None where there is none."""
+        return self.candidates[0].measured_seconds if self.candidates else None
+
+    @property
+    def predicted_seconds(self) -> float:
+        """By datasheet rates, whether or not there is a record."""
+        return self.candidates[0].seconds if self.candidates else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,21 +78,25 @@ class Plan:
     backward: GraphPlan | None
 
     def __str__(self) -> str:
-        """One line per region: pass, ops, engine, predicted time and why; then every other candidate with its reason."""
-        rows = [("pass", "ops", "engine", "predicted us", "why")]
-        for c in self.choices():
-            first, *others = c["candidates"] or [{"reason": "a collective: issued by the runner"}]
-            rows.append((c["pass"], "+".join(c["ops"]), c["engine"], f"{c['predicted_us']:.1f}", first["reason"]))
-            rows += [("", "", f"not {o['engine']}", "" if o["seconds"] is None else f"{o['seconds'] * 1e6:.1f}", o["reason"]) for o in others]
+        """One line per region: pass, ops, engine, predicted, roofline and measured time and why; then every other candidate with its
+        reason."""
+        rows = [("pass", "ops", "engine", *TIMES, "why")]
+        for name, part in (("forward", self.forward), ("backward", self.backward)):
+            for r in part.regions if part else ():
+                first, *others = r.candidates or (Candidate("runner", 0.0, "a collective: issued by the runner"),)
+                rows.append((name, "+".join(r.ops), r.engine, *first.times(), first.reason))
+                rows += [("", "", f"not {o.engine}", *o.times(), o.reason) for o in others]
         return "\n".join([f"plan {self.signature} on {self.arch.name}, policy {self.policy.mode}", *aligned(rows)])
 
     def choices(self) -> list[dict]:
-        """JSON-able: per region its pass, ops, engine, predicted microseconds, what the engine offers, and all candidates."""
+        """JSON-able: per region its pass, ops, engine, predicted and (None: no record) measured microseconds, what the engine offers,
+        and all candidates."""
         rows = []
         for name, part in (("forward", self.forward), ("backward", self.backward)):
             for r in part.regions if part else ():
                 rows.append({
-                    "pass": name, "ops": list(r.ops), "engine": r.engine, "predicted_us": round(r.seconds * 1e6, 3),
+                    "pass": name, "ops": list(r.ops), "engine": r.engine, "predicted_us": round(r.predicted_seconds * 1e6, 3),
+                    "measured_us": None if r.measured_seconds is None else round(r.measured_seconds * 1e6, 3),
                     **r.offer.to_json(), "candidates": [c.to_json() for c in r.candidates],
                 })  # fmt: skip
         return rows
@@ -112,6 +112,7 @@ def plan(
     recompute: frozenset[str] = frozenset(),
     accumulate: tuple[int, ...] = (),
     pins: Pins | None = None,
+    records: Records | None = None,
 ) -> Plan:
     """Plan a graph for ``arch``.
 
@@ -120,13 +121,14 @@ def plan(
     the gradients of the inputs at ``accumulate`` are added to float32 buffers where they are one product;
     ``pins`` (a plan file's content) name engine and knobs of regions: those are taken first, as they are, whatever
     ranking and a longer region would say. Pins of another arch do not apply, nor do pins under a policy that leaves no choice.
+    ``records`` are measured times that rank offers in place of predictions (None: all are predicted).
     Raises PlanError where the policy leaves a region without an engine or a pinned engine declines, GraphError for a
     malformed graph.
     """
     policy = policy or Policy.of(None)
     verify(graph)
     if needs_grad is None or not any(needs_grad):
-        return Plan(graph.signature(), arch, policy, None, _cover(graph, arch, policy, pins), None)
+        return Plan(graph.signature(), arch, policy, None, _cover(graph, arch, policy, pins, records), None)
     derived = differentiate(graph, needs_grad, None, recompute)
     verify(derived.forward)
     starts = tuple(i for i in grad_outputs or primary_outputs(graph) if i in derived.grad_outputs)
@@ -135,8 +137,8 @@ def plan(
         part = differentiate(graph, needs_grad, starts, recompute)
     backward, _, _ = accumulate_weight_grads(part.backward, part.grads, accumulate)
     verify(backward)
-    return Plan(graph.signature(), arch, policy, derived, _cover(derived.forward, arch, policy, pins),
-                _cover(backward, arch, policy, pins))  # fmt: skip
+    return Plan(graph.signature(), arch, policy, derived, _cover(derived.forward, arch, policy, pins, records),
+                _cover(backward, arch, policy, pins, records))  # fmt: skip
 
 
 def primary_outputs(graph: Graph) -> tuple[int, ...]:
@@ -155,7 +157,8 @@ def primary_outputs(graph: Graph) -> tuple[int, ...]:
     return tuple(primary)
 
 
-def _cover(graph: Graph, arch: Arch, policy: Policy, pins: Pins | None) -> GraphPlan:
+def _cover(graph: Graph, arch: Arch, policy: Policy, pins: Pins | None, records: Records | None) -> GraphPlan:
+    ranking = Ranking(graph, arch, policy, records)
     free = {id(n) for n in graph.nodes}
     chosen: list[PlannedRegion] = []
     regions: list[set[int]] = []  # of several nodes: what later ones must be convex beside
@@ -171,19 +174,18 @@ def _cover(graph: Graph, arch: Arch, policy: Policy, pins: Pins | None) -> Graph
 
     rows = pins.of_arch(arch.name) if pins is not None and policy.chooses else {}
     if rows:
-        cover(lambda node: _pinned_region(graph, node, free, regions, arch, policy, pins))
+        cover(lambda node: _pinned_region(ranking, node, free, regions, pins))
     obeyed = len(chosen)
-    cover(lambda node: _best_region(graph, node, free, regions, arch, policy))
+    cover(lambda node: _best_region(ranking, node, free, regions))
     for planned in chosen[obeyed:] if rows else ():
         if (key := planned.region.key()) in rows:  # it was not found by what it says of itself
             _hold(rows[key], key, planned.region, pins)
     return GraphPlan(graph, _in_order(graph, chosen))
 
 
-def _pinned_region(graph: Graph, node: Node, free: set[int], regions: list[set[int]], arch: Arch, policy: Policy,
-                   pins: Pins) -> PlannedRegion | None:  # fmt: skip
+def _pinned_region(ranking: Ranking, node: Node, free: set[int], regions: list[set[int]], pins: Pins) -> PlannedRegion | None:
     """The longest pinned region that begins at ``node``, None where there is none."""
-    rows = pins.of_arch(arch.name)
+    graph, rows = ranking.graph, pins.of_arch(ranking.arch.name)
     known = {(p.ops, p.edges) for p in rows.values() if p.ops[0] == node.op} | {((node.op,), ())}
     for ops, edges in sorted(known, key=lambda s: (-len(s[0]), s)):
         for nodes in find(graph, node, ops, edges, free):
@@ -193,7 +195,7 @@ def _pinned_region(graph: Graph, node: Node, free: set[int], regions: list[set[i
                 continue
             _hold(rows[key], key, region, pins)
             if len(ops) == 1 or convex(graph, {id(n) for n in nodes}, regions):
-                return _obey(rows[key], region, arch, policy, pins)
+                return _obey(rows[key], region, ranking, pins)
     return None
 
 
@@ -204,135 +206,62 @@ def _hold(pin: Pin, key: str, region: Region, pins: Pins) -> None:
             raise PlanError(f"{pins.source}: pin {key}: {field} = {list(said)}: the region of that key has {list(true)}; {pins.remedy}")
 
 
-def _obey(pin: Pin, region: Region, arch: Arch, policy: Policy, pins: Pins) -> PlannedRegion:
+def _obey(pin: Pin, region: Region, ranking: Ranking, pins: Pins) -> PlannedRegion:
     entry = BY_ID[pin.engine]
-    answer = _ask(entry, region, arch, policy, pin.knobs)
+    answer = ask(entry, region, ranking.arch, ranking.policy, pin.knobs)
     if isinstance(answer, Decline):
-        raise PlanError(f"{'+'.join(pin.ops)} on {arch.name} under policy {policy}: {pins.source} pins {pin.engine} "
+        raise PlanError(f"{'+'.join(pin.ops)} on {ranking.arch.name} under policy {ranking.policy}: {pins.source} pins {pin.engine} "
                         f"with knobs {dict(pin.knobs)}, which no longer fits: {pin.engine}: {answer.reason}; "
                         f"{pins.remedy}")  # fmt: skip
     ids = dict.fromkeys(e.id for op in pin.ops for e in entries_for(op) if e is not entry)
     others = (Candidate(e, None, f"{pins.source} pins {entry.id}") for e in ids)
-    seconds = region.predicted_seconds(answer, arch)
-    winner = Candidate(entry.id, seconds, f"pinned by {pins.source}", True, answer)
-    return PlannedRegion(region, entry.id, answer, (winner, *others), seconds)
+    priced = ranking.priced(entry, region, answer)
+    winner = priced.candidate(f"pinned by {pins.source}", True)
+    return PlannedRegion(region, entry.id, answer, (winner, *others), priced.seconds)
 
 
 def _in_order(graph: Graph, regions: list[PlannedRegion]) -> tuple[PlannedRegion, ...]:
-    """Regions so that each runs after what it reads; collectives as early as they can start, weight gradients last."""
+    """Regions so that each runs after what it reads. Collectives as early as they can start and their readers as late, so
+    that products run beside them; a weight gradient right after the data gradient of its product, so that what the two
+    read is freed early."""
     made_by = {v: i for i, r in enumerate(regions) for n in r.region.nodes for _, v in n.outputs}
     waiting = {i: {made_by[v] for v in r.region.graph.inputs if v in made_by} for i, r in enumerate(regions)}
+    data_grads = {i: {n.input("dy") for n in r.region.nodes if n.op == "linear_dgrad"} for i, r in enumerate(regions)}
     order: list[int] = []
+    flying: dict[str, int] = {}  # results of collectives that nobody has read yet -> when they were issued
 
-    def urgency(i: int) -> tuple[int, int]:
-        ops = regions[i].ops
+    def urgency(i: int) -> tuple[int, int, int]:
+        region = regions[i].region
+        awaited = [flying[v] for v in region.graph.inputs if v in flying]
         if regions[i].engine == "runner":
-            return 0, i
-        return (2 if all(op == "linear_wgrad" or op == "row_sum" for op in ops) else 1), i
+            return 0, 0, i
+        if awaited:
+            return 4, max(awaited), i
+        if all(op in ("linear_wgrad", "row_sum") for op in region.ops):
+            read = set(region.graph.inputs)
+            return (3 if any(read & data_grads[k] for k in waiting) else 1), 0, i
+        return 2, 0, i
 
     while waiting:
-        ready = [i for i, deps in waiting.items() if not deps]
-        first = min(ready, key=urgency)
+        first = min((i for i, deps in waiting.items() if not deps), key=urgency)
         order.append(first)
         del waiting[first]
+        for v in regions[first].region.graph.inputs:
+            flying.pop(v, None)
+        if regions[first].engine == "runner":
+            flying |= dict.fromkeys(regions[first].region.graph.outputs, len(order))
         for deps in waiting.values():
             deps.discard(first)
     return tuple(regions[i] for i in order)
 
 
-def _best_region(graph: Graph, node: Node, free: set[int], regions: list[set[int]], arch: Arch,
-                 policy: Policy) -> PlannedRegion:  # fmt: skip
+def _best_region(ranking: Ranking, node: Node, free: set[int], regions: list[set[int]]) -> PlannedRegion:
     if op_table()[node.op].kind == "collective":
-        region = region_of(graph, [node])
+        region = region_of(ranking.graph, [node])
         return PlannedRegion(region, "runner", Offer(1.0), (), 0.0)
-    rejected: list[Candidate] = []
-    offers: list[tuple[int, float, Region, Entry, Offer]] = []
-    for entry in entries_for(node.op):
-        for nodes in _shapes(graph, node, free, regions, entry, arch):
-            region = region_of(graph, nodes)
-            answer = _ask(entry, region, arch, policy)
-            if isinstance(answer, Decline):
-                if len(nodes) == 1:
-                    rejected.append(Candidate(entry.id, None, answer.reason))
-                continue
-            offers.append((len(nodes), region.predicted_seconds(answer, arch), region, entry, answer))
-            break
-    if not offers:
-        reasons = "\n".join(f"  {c.engine}: {c.reason}" for c in rejected)
-        raise PlanError(f"{node.op} on {arch.name} under policy {policy}: no engine may run it\n{reasons}\n"
-                        "relax the policy, drop engine=, or install what the reasons name", tuple(rejected))  # fmt: skip
-    best = min(offers, key=lambda o: (-o[0], o[1]))  # longest first; then the fastest; then the manifest's order
-    size, seconds, region, entry, offer = best
-    losers = [Candidate(o[3].id, o[1], _why_not(o, best), offer=o[4]) for o in offers if o is not best]
-    winner = Candidate(entry.id, seconds, _why(best, offers, policy), True, offer)
-    return PlannedRegion(region, entry.id, offer, (winner, *losers, *rejected), seconds)
-
-
-def _why(best: tuple, offers: list[tuple], policy: Policy) -> str:
-    """Why the best of the offers is the best."""
-    if not policy.chooses:
-        return "policy is reference" if policy.engine is None else f"engine={policy.engine!r} is forced"
-    if len(offers) == 1:
-        return "the only engine that offers"
-    return f"{'covers the most ops' if best[0] > max(o[0] for o in offers if o is not best) else 'predicted fastest'} of {len(offers)} offers"
-
-
-def _why_not(other: tuple, best: tuple) -> str:
-    """Why an offer is not the best one; both are (number of ops, seconds, region, entry, offer)."""
-    (ops, seconds, *_), (most, least, _, chosen, _) = other, best
-    if ops < most:
-        return f"covers {ops} op{'s' if ops > 1 else ''}, {chosen.id} covers {most}"
-    if seconds == least:
-        return f"as fast: {seconds * 1e6:.1f} us predicted, {chosen.id} comes first"
-    return f"slower: {seconds * 1e6:.1f} us predicted, {chosen.id} {least * 1e6:.1f} us"
-
-
-def _shapes(graph: Graph, node: Node, free: set[int], regions: list[set[int]], entry: Entry, arch: Arch):
-    """Node sets around ``node`` that an engine could take, largest first."""
-    if entry.is_reference or arch.name not in entry.archs or entry.unusable():
-        yield [node]
-        return
-    engine: Engine = entry.load()
-    if engine.fuses and arch.is_gpu:
-        nodes = grow(graph, node, free, frozenset(entry.ops), regions=regions)
-        if len(nodes) > 1:
-            yield nodes
-    for pattern in sorted(engine.patterns, key=len, reverse=True):
-        nodes = chain(graph, node, pattern, free, regions)
-        if nodes and len(nodes) > 1:
-            yield nodes
-    yield [node]
-
-
-def _ask(entry: Entry, region: Region, arch: Arch, policy: Policy, knobs: tuple | None = None) -> Offer | Decline:
-    """An entry's answer under the policy, with a pin's knobs if there is one: the cheap, import-free refusals first."""
-    forced = BY_ID[policy.engine] if policy.engine is not None else None
-    if forced and entry is not forced and (forced.is_reference or any(op in forced.ops for op in region.ops)):
-        # a forced engine holds for every op that it names; what it has no code for runs as usual
-        return Decline(f"engine={policy.engine!r} is forced")
-    if policy.mode == "reference" and not entry.is_reference and policy.engine is None:
-        return Decline("policy is reference")
-    if policy.mode == "strict" and entry.is_reference and policy.engine is None:
-        return Decline("policy is strict: a reference is not allowed")
-    if arch.name not in entry.archs:
-        return Decline(f"has no code for {arch.name}; it runs on {', '.join(entry.archs)}")
-    unusable = entry.unusable()
-    if unusable:
-        return Decline(unusable)
-    if entry.trial and forced is not entry and knobs is None:
-        return Decline(f"on trial: runs only where engine={entry.id!r} or a plan file names it")
-    engine: Engine = entry.load()
-    if knobs is None:
-        answer = engine.match(region, arch)
-    elif not entry.is_reference and any(op not in entry.ops for op in region.ops):
-        answer = Decline(f"has no code for {', '.join(op for op in region.ops if op not in entry.ops)}")
-    elif len(region.ops) > 1 and not engine.fuses and region.ops not in engine.patterns:
-        answer = Decline("takes no region of several nodes such as this")
-    else:
-        answer = engine.offer_with(region, arch, knobs)
-    if isinstance(answer, Offer):
-        if policy.deterministic and not answer.deterministic:
-            return Decline("policy is deterministic: its results may differ between runs")
-        if policy.mode == "strict" and answer.emulated:
-            return Decline("policy is strict: emulation is not allowed")
-    return answer
+    best, candidates = ranking.best(node, free, regions)
+    if best is None:
+        reasons = "\n".join(f"  {c.engine}: {c.reason}" for c in candidates)
+        raise PlanError(f"{node.op} on {ranking.arch.name} under policy {ranking.policy}: no engine may run it\n{reasons}\n"
+                        "relax the policy, drop engine=, or install what the reasons name", tuple(candidates))  # fmt: skip
+    return PlannedRegion(best.region, best.entry.id, best.offer, tuple(candidates), best.seconds)

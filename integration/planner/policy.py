@@ -72,6 +72,12 @@ class Policy:
             taken |= mine
         return found
 
+    def hold_against(self, names: Iterable[str]) -> None:
+        """ValueError where a pattern of ``per_module`` holds for none of the modules ``names``, with close names."""
+        wrong = self.unmatched(names)
+        if wrong:
+            raise ValueError("\n".join(f"policy per_module[{p!r}]: {rule}; {remedy}" for p, (rule, remedy) in wrong.items()))
+
 
 def default_policy() -> Policy:
     s = settings()

@@ -19,6 +19,7 @@ from ..engines.contract import BuildContext
 from ..engines.manifest import BY_ID
 from ..graph.ir import Graph
 from ..graph.ops.table import op_table
+from . import nvtx
 from .planner import GraphPlan, PlanError, PlannedRegion
 from .policy import Policy
 
@@ -39,6 +40,8 @@ def compiled_launch(planned: PlannedRegion, arch: Arch) -> Any:
     launch = _compiled.get(key)
     if launch is None:
         engine = BY_ID[planned.engine].load()
+        if arch.is_gpu and torch.cuda.is_available():
+            torch.cuda.mem_get_info()  # builds may ask the driver: autograd's threads have no context before they ask the runtime
         try:
             launch = _compiled[key] = engine.build(BuildContext(planned.region, arch, planned.offer)).launch
         except ImportError as error:  # another engine instead would be slower without a word, and on this rank alone
@@ -115,19 +118,23 @@ def _collective(op: str, group: Any, size: int, in_place: bool):
 
 
 class _Writer:
-    """Writes one function over a part of a plan's regions."""
+    """Writes one function over a part of a plan's regions. ``module`` and ``direction`` are what NVTX ranges say of it."""
 
-    def __init__(self, graph: Graph, arch: Arch, groups: Mapping[str, Any]) -> None:
+    def __init__(self, graph: Graph, arch: Arch, groups: Mapping[str, Any], module: str, direction: str) -> None:
         self.graph, self.arch, self.groups = graph, arch, groups
+        self.module, self.direction = module, direction
         self.names: dict[str, str] = {}
         self.env: dict[str, Any] = {"_finish": _finish}
         self.lines: list[str] = []
+        self.ranges = nvtx.ranges()
+        if self.ranges is not None:
+            self.env |= dict(zip(("_push", "_pop"), self.ranges, strict=True))
 
     def name(self, value: str) -> str:
         return self.names.setdefault(value, f"a{len(self.names)}")
 
-    def body(self, regions: Iterable[PlannedRegion], keep: set[str], given: set[str]) -> None:
-        """Calls in order; values outside ``keep`` and ``given`` are dropped after their last reader."""
+    def body(self, regions: Iterable[PlannedRegion], keep: set[str]) -> None:
+        """Calls in order; values outside ``keep`` are dropped after their last reader, inputs too."""
         regions = list(regions)
         last: dict[str, int] = {}
         for i, r in enumerate(regions):
@@ -143,8 +150,8 @@ class _Writer:
             else:
                 self.env[f"r{i}"] = compiled_launch(r, self.arch)
                 targets = ", ".join(self.name(v) for v in g.outputs)
-                self.lines.append(f"{targets} = r{i}({', '.join(self.name(v) for v in g.inputs)})")
-            dead = [v for v, k in last.items() if k == i and v not in keep and v not in given and v not in pending]
+                self._launch(r, i, f"{targets} = r{i}({', '.join(self.name(v) for v in g.inputs)})")
+            dead = [v for v, k in last.items() if k == i and v not in keep and v not in pending]
             if dead:
                 self.lines.append(f"del {', '.join(self.name(v) for v in dead)}")
         for v in sorted(pending):
@@ -167,8 +174,16 @@ class _Writer:
         alone = (maker is not None and not op_table()[maker.op].aliases and len(self.graph.consumers(source)) == 1
                  and source not in self.graph.outputs)  # fmt: skip
         self.env[f"c{i}"] = _collective(node.op, self.groups.get(symbol), size, alone)
-        self.lines.append(f"{self.name(target)} = c{i}({self.name(source)})")
+        self._launch(r, i, f"{self.name(target)} = c{i}({self.name(source)})")
         pending.add(target)
+
+    def _launch(self, r: PlannedRegion, i: int, line: str) -> None:
+        """The line that launches a region; between push and pop where ranges are wanted, popped also where it raises."""
+        if self.ranges is None:
+            self.lines.append(line)
+            return
+        self.env[f"n{i}"] = nvtx.text(self.module, self.direction, r.engine, r.ops)
+        self.lines += [f"_push(n{i})", "try:", f"    {line}", "finally:", "    _pop()"]
 
     def function(self, arguments: str, header: list[str], tail: list[str]):
         source = "\n    ".join([f"def program({arguments}):", *header, *self.lines, *tail])
@@ -183,15 +198,15 @@ def _tuple(names: Iterable[str]) -> str:
 
 
 def forward_programs(part: GraphPlan, arch: Arch, num_outputs: int, saved: tuple[str, ...], non_differentiable: tuple[int, ...],
-                     groups: Mapping[str, Any]):  # fmt: skip
+                     groups: Mapping[str, Any], module: str):  # fmt: skip
     """``plain(*inputs)`` -> the output, or a tuple of several; and ``recorded(ctx, sink, *inputs)``, which also saves what
-    the backward reads: the forward of an autograd Function."""
+    the backward reads: the forward of an autograd Function. ``module``: the name of the module whose plan it is."""
     graph, outputs = part.graph, part.graph.outputs[:num_outputs]
 
     def write(keep: tuple[str, ...]) -> tuple[_Writer, str, str]:
-        w = _Writer(graph, arch, groups)
+        w = _Writer(graph, arch, groups, module, "forward")
         inputs = ", ".join([w.name(v) for v in graph.inputs])
-        w.body(part.regions, set(keep), set(graph.inputs))
+        w.body(part.regions, set(keep))
         returned = w.name(outputs[0]) if num_outputs == 1 else _tuple(w.name(v) for v in outputs)
         return w, inputs, f"return {returned}"
 
@@ -207,12 +222,13 @@ def forward_programs(part: GraphPlan, arch: Arch, num_outputs: int, saved: tuple
 
 
 class BackwardProgram:
-    """``data(saved, grads, extra) -> (gradients, carry)`` and, where weight gradients are deferred,
+    """``data(saved, grads, extra) -> (gradients, carry)``, which empties the list ``saved`` so that each tensor is freed after
+    its last reader, and, where weight gradients are deferred,
     ``weight(carry) -> deferred gradients``. ``deferred`` lists the positions that ``weight`` fills. ``direct(otherwise)``
     makes the data stage the backward of an autograd Function."""
 
     def __init__(self, part: GraphPlan, arch: Arch, num_saved: int, num_grads: int, results: tuple[str | None, ...],
-                 deferred: tuple[int, ...], groups: Mapping[str, Any]) -> None:  # fmt: skip
+                 deferred: tuple[int, ...], groups: Mapping[str, Any], module: str) -> None:  # fmt: skip
         graph = part.graph
         self.deferred = deferred
         now = [None if i in deferred else v for i, v in enumerate(results)]
@@ -222,20 +238,20 @@ class BackwardProgram:
         carry = [v for v in dict.fromkeys(v for r in late for v in r.region.graph.inputs) if v not in made_late]
         # a deferred gradient that an early region already computes travels along
         carry += [results[i] for i in deferred if results[i] is not None and results[i] not in made_late and results[i] not in carry]
-        w = _Writer(graph, arch, groups)
+        w = _Writer(graph, arch, groups, module, "backward")
         parts = (graph.inputs[:num_saved], graph.inputs[num_saved : num_saved + num_grads], graph.inputs[num_saved + num_grads :])
         given = [_tuple(w.name(v) for v in values) if values else "_" for values in parts]
-        w.body(early, {v for v in now if v} | set(carry), set(graph.inputs))
+        w.body(early, {v for v in now if v} | set(carry))
         returned = ["None" if v is None else w.name(v) for v in now]
-        header = [f"{given[0]}, {given[1]}, {given[2]} = saved, grads, extra"]
+        header = [f"{given[0]}, {given[1]}, {given[2]} = saved, grads, extra", "saved.clear()"]
         self.data = w.function("saved, grads, extra", header, [f"return {_tuple(returned)}, {_tuple(w.name(v) for v in carry)}"])
         self._data_stage = w, given, returned
         self.weight = None
         if deferred:
-            w2 = _Writer(graph, arch, groups)
+            w2 = _Writer(graph, arch, groups, module, "backward")
             header = [f"{_tuple(w2.name(v) for v in carry)} = carry"] if carry else []
             outs = [results[i] for i in deferred]
-            w2.body(late, {v for v in outs if v}, set(graph.inputs) | set(carry))
+            w2.body(late, {v for v in outs if v})
             tail = f"return {_tuple('None' if v is None else w2.name(v) for v in outs)}"
             self.weight = w2.function("carry", header, [tail])
 
@@ -245,7 +261,7 @@ class BackwardProgram:
         w, (saved, grads, _), returned = self._data_stage
         w.env |= {"_grad_enabled": torch.is_grad_enabled, "_otherwise": otherwise}
         header = ["if ctx.sink is not None or _grad_enabled():", f"    return _otherwise(ctx, {grads[1:-2]})",
-                  f"{saved} = ctx.saved_tensors"]  # fmt: skip
+                  f"{saved} = ctx.saved_tensors", "ctx.maybe_clear_saved_tensors()"]  # fmt: skip
         return w.function(f"ctx, {grads[1:-2]}", header, [f"return None, {', '.join(returned)}"])
 
     @staticmethod

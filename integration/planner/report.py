@@ -16,7 +16,8 @@ class Row:
 
     ``direction``: forward or backward (a backward that has not run yet is shown as planned). ``why``: why this engine runs;
     ``declined``: every other candidate with its reason. ``policy``: what was in force for the module. ``predicted_us``:
-    microseconds by datasheet rates; ``share``: its part of all of them (a prediction, not a measurement).
+    microseconds by datasheet rates; ``measured_us``: a record's where there is one; ``share``: the part of all, of measured times where
+    there are, else of predicted ones.
     """
 
     module: str
@@ -29,17 +30,25 @@ class Row:
     why: str
     declined: tuple[tuple[str, str], ...]
     predicted_us: float
+    measured_us: float | None = None
     share: float = 0.0
+
+    @property
+    def us(self) -> float:
+        """What counts: measured, else predicted."""
+        return self.predicted_us if self.measured_us is None else self.measured_us
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """``not_run``: layerplan modules that have not run yet. ``others``: (name, class) of the modules with parameters of their own
-    that layerplan does not run."""
+    that layerplan does not run. ``boundaries``: (name, what) of the modules that ran and leave something to their caller between
+    their plan and the next one."""
 
     rows: tuple[Row, ...]
     not_run: tuple[str, ...]
     others: tuple[tuple[str, str], ...] = ()
+    boundaries: tuple[tuple[str, str], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Nested dicts and lists of plain values."""
@@ -47,6 +56,7 @@ class Report:
             "rows": [{**dataclasses.asdict(r), "declined": [{"engine": e, "reason": why} for e, why in r.declined]} for r in self.rows],
             "not_run": list(self.not_run),
             "others": [{"module": name, "class": kind} for name, kind in self.others],
+            "boundaries": [{"module": name, "left": what} for name, what in self.boundaries],
         }
 
     def engines(self) -> dict[str, set[str]]:
@@ -58,7 +68,9 @@ class Report:
 
     def __str__(self) -> str:
         """A table in which layers that run alike are one line, then every decline, then what does not run through layerplan."""
-        lines = aligned([("module", "pass", "ops", "engine", "predicted us", "share", "policy", "why"), *self._table()])
+        rows = [("module", "pass", "ops", "engine", "predicted us", "measured us", "share", "policy", "why"), *self._table()]
+        measured = any(r.measured_us is not None for r in self.rows)
+        lines = aligned(rows if measured else ((*row[:5], *row[6:]) for row in rows))
         declines: dict[tuple[str, str, str], dict[str, None]] = {}
         for r in self.rows:
             for engine, reason in r.declined:
@@ -67,21 +79,30 @@ class Report:
             lines += ["", "not chosen"]
             lines += aligned((f"  {where}", engine, f"{reason} ({folded(modules)})") for (where, engine, reason), modules in declines.items())
         lines += [f"{m}: has not run yet" for m in self.not_run]
+        if self.boundaries:
+            lines += ["", "between plans: " + _alike(self.boundaries)]
         if self.others:
-            kinds: dict[tuple[str, str], list[str]] = {}
-            for name, kind in self.others:
-                kinds.setdefault((pattern(name), kind), []).append(name)
-            lines += ["", "not run by layerplan: " + ", ".join(f"{folded(names)} ({kind})" for (_, kind), names in kinds.items())]
-        return "\n".join([*lines, "times are predictions from datasheet rates, not measurements"])
+            lines += ["", "not run by layerplan: " + _alike(self.others)]
+        said = "measured times are of single regions, from records; the others are predictions from datasheet rates"
+        return "\n".join([*lines, said if measured else "times are predictions from datasheet rates, not measurements"])
 
     def _table(self) -> list[tuple[str, ...]]:
         alike: dict[tuple[str, ...], list[Row]] = {}
         for r in self.rows:
-            alike.setdefault((pattern(r.module), r.direction, r.ops, r.engine, f"{r.predicted_us:.1f}", r.policy, r.why), []).append(r)
+            alike.setdefault((pattern(r.module), r.direction, r.ops, r.engine, f"{r.predicted_us:.1f}",
+                              "" if r.measured_us is None else f"{r.measured_us:.1f}", r.policy, r.why), []).append(r)
         return [
-            (folded(r.module for r in rows), direction, ops, engine, us, f"{sum(r.share for r in rows):.1%}", policy, why)
-            for (_, direction, ops, engine, us, policy, why), rows in alike.items()
+            (folded(r.module for r in rows), direction, ops, engine, us, measured, f"{sum(r.share for r in rows):.1%}", policy, why)
+            for (_, direction, ops, engine, us, measured, policy, why), rows in alike.items()
         ]
+
+
+def _alike(pairs: tuple[tuple[str, str], ...]) -> str:
+    """(module, text) pairs as one line, modules of one text and pattern together."""
+    same: dict[tuple[str, str], list[str]] = {}
+    for name, text in pairs:
+        same.setdefault((pattern(name), text), []).append(name)
+    return ", ".join(f"{folded(names)} ({text})" for (_, text), names in same.items())
 
 
 def planned_modules(model) -> list[tuple[str, Any]]:
@@ -94,6 +115,7 @@ def report(model) -> Report:
     """What every layerplan module of ``model`` (a torch.nn.Module) that has run at least once runs on, and why."""
     rows: list[Row] = []
     idle: list[str] = []
+    boundaries: list[tuple[str, str]] = []
     others = [(name, type(module).__name__) for name, module in model.named_modules()
               if not hasattr(module, "runs_own_plans") and next(module.parameters(recurse=False), None) is not None]  # fmt: skip
     for name, module in planned_modules(model):
@@ -101,8 +123,10 @@ def report(model) -> Report:
         rows += dict.fromkeys(found)
         if not found:
             idle.append(name or type(module).__name__)
-    total = sum(r.predicted_us for r in rows) or 1.0
-    return Report(tuple(dataclasses.replace(r, share=r.predicted_us / total) for r in rows), tuple(idle), tuple(others))
+        elif module.boundary:
+            boundaries.append((name, module.boundary))
+    total = sum(r.us for r in rows) or 1.0
+    return Report(tuple(dataclasses.replace(r, share=r.us / total) for r in rows), tuple(idle), tuple(others), tuple(boundaries))
 
 
 def _rows(module: str, kind: str, runner: Runner) -> list[Row]:
@@ -113,7 +137,8 @@ def _rows(module: str, kind: str, runner: Runner) -> list[Row]:
         else:
             why = r.candidates[0].reason
             declined = tuple((c.engine, c.reason) for c in r.candidates[1:])
-        rows.append(Row(module, kind, direction, "+".join(r.ops), arch, r.engine, _named(runner.policy), why, declined, r.seconds * 1e6))
+        rows.append(Row(module, kind, direction, "+".join(r.ops), arch, r.engine, _named(runner.policy), why, declined, r.predicted_seconds * 1e6,
+                        None if r.measured_seconds is None else r.measured_seconds * 1e6))  # fmt: skip
     return rows
 
 

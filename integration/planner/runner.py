@@ -19,10 +19,12 @@ from ..graph.autodiff import accumulate_weight_grads, differentiate
 from ..graph.ir import Dim, Graph, GraphError
 from ..graph.ops.table import op_table
 from ..settings import settings
+from . import nvtx
 from .plan_file import Pins
 from .planner import Plan, PlannedRegion, plan
 from .policy import Policy
 from .program import BackwardProgram, forward_programs, warn_if_reference
+from .records import Records, default_records
 
 _grad_enabled = torch.is_grad_enabled
 _transforms_active = torch._C._are_functorch_transforms_active
@@ -30,14 +32,14 @@ _plans: dict[tuple, Plan] = {}
 _MOST_KEYS = 4096  # token counts that a runner remembers; to look one up again costs the graph's building
 
 
-def cached_plan(graph: Graph, arch: Arch, policy: Policy, *, pins: Pins | None = None, **options: Any) -> Plan:
-    """``planner.plan``, once per distinct graph, shape class, plan file and options."""
+def cached_plan(graph: Graph, arch: Arch, policy: Policy, *, pins: Pins | None = None, records: Records | None = None, **options: Any) -> Plan:
+    """``planner.plan``, once per distinct graph, shape class, plan file, records and options."""
     hints = tuple(d.hint for d in graph.dims())
-    key = (graph.signature(), hints, arch.name, policy, tuple(sorted(options.items())), pins)
+    key = (graph.signature(), hints, arch.name, policy, tuple(sorted(options.items())), pins, records)
     found = _plans.get(key)
     own = found.forward.graph if found else None
     if own is None or own.inputs != graph.inputs or own.outputs[: len(graph.outputs)] != graph.outputs:
-        found = _plans[key] = plan(graph, arch, policy, pins=pins, **options)
+        found = _plans[key] = plan(graph, arch, policy, pins=pins, records=records, **options)
     return found
 
 
@@ -158,7 +160,8 @@ class Executable:
         self.differentiable = any(needs)
         # a training module's first pass of full recompute runs under no_grad: it plans as if everything needed a gradient
         planned_for = needs if self.differentiable or not owner.training else tuple(graph.specs[v].is_float for v in graph.inputs)
-        self.plan = cached_plan(graph, arch, owner.policy, pins=owner.pins, needs_grad=planned_for, recompute=owner.recompute)
+        self.plan = cached_plan(graph, arch, owner.policy, pins=owner.pins, records=owner.records, needs_grad=planned_for,
+                                recompute=owner.recompute)  # fmt: skip
         self.plans = [dataclasses.replace(self.plan, backward=None)]  # what runs; backwards are added when they are asked for
         self.num_outputs, self.single = len(graph.outputs), len(graph.outputs) == 1
         derived = self.plan.derived
@@ -167,7 +170,7 @@ class Executable:
             warn_if_reference(r, arch, owner.policy, owner.name)
         active = set(derived.grad_outputs) if derived else set()
         still = tuple(i for i in range(self.num_outputs) if i not in active) if self.differentiable else ()
-        self.forward, recorded = forward_programs(self.plan.forward, arch, self.num_outputs, self.saved, still, owner.groups)
+        self.forward, recorded = forward_programs(self.plan.forward, arch, self.num_outputs, self.saved, still, owner.groups, owner.name)
         self._backward: dict[tuple, tuple] = {}
         if self.differentiable:
             self._function, self.apply = _function(owner.name or graph.nodes[0].op, recorded, self._run_backward)
@@ -180,8 +183,9 @@ class Executable:
             self.check = constant.before(self.check, owner)
 
     def _library_call(self) -> Callable[..., torch.Tensor] | None:
-        """One library call that is the whole plan: one region forward, and the same engine for all of its gradient."""
-        if not (self.differentiable and self.single) or self._recompute or len(self.plan.forward.regions) != 1:
+        """One library call that is the whole plan: one region forward, and the same engine for all of its gradient. None under
+        LAYERPLAN_NVTX: the library's own backward would have no range."""
+        if not (self.differentiable and self.single) or self._recompute or len(self.plan.forward.regions) != 1 or nvtx.ranges():
             return None
         (own,) = self.plan.forward.regions
         if own.region.graph.inputs != self.graph.inputs or any(r.engine != own.engine for r in self.plan.backward.regions):
@@ -191,9 +195,12 @@ class Executable:
     def _run_backward(self, ctx: Any, *grads: torch.Tensor | None) -> tuple:
         if _grad_enabled():
             raise RuntimeError("layerplan: double backward (create_graph=True) is not offered; its backward ops have no gradient")
-        return (None, *self.backward(ctx.sink, ctx.saved_tensors, grads))
+        saved = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained; from here on only the list holds them
+        return (None, *self.backward(ctx.sink, saved, grads))
 
-    def backward(self, sink: WeightGrads | None, saved: tuple, grads: tuple) -> tuple:
+    def backward(self, sink: WeightGrads | None, saved: list, grads: tuple) -> tuple:
+        """The gradients of the inputs. Empties ``saved``, so that each saved tensor is freed after its last reader."""
         given = (True,) if self.single else tuple(g is not None for g in grads)
         fused = sink.fused_positions() if sink is not None else ()
         key = (given, fused, sink is not None and sink.defer)
@@ -211,7 +218,7 @@ class Executable:
                 grads[i] = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
         grads = tuple(grads[i] for i in pick)
         if picked_saved is not None:
-            saved = tuple(saved[i] for i in picked_saved)
+            saved[:] = [saved[i] for i in picked_saved]
         extra = tuple(sink.params[i].main_grad for i in fused) if fused else ()
         results, carry = program.data(saved, grads, extra)
         if program.weight is not None:
@@ -252,14 +259,15 @@ class Executable:
         if defer:
             wgrads = {v for n in graph.nodes if n.op == "linear_wgrad" for _, v in n.outputs}
             deferred = tuple(i for i, v in enumerate(results) if v in wgrads)
-        made = cached_plan(graph, self.arch, self._owner.policy, pins=self._owner.pins)
+        made = cached_plan(graph, self.arch, self._owner.policy, pins=self._owner.pins, records=self._owner.records)
         self.plans.append(made)
         for r in made.forward.regions:
             warn_if_reference(r, self.arch, self._owner.policy, self._owner.name)
-        program = BackwardProgram(made.forward, self.arch, len(part.saved), len(part.grad_outputs), results, deferred, self._owner.groups)
+        program = BackwardProgram(made.forward, self.arch, len(part.saved), len(part.grad_outputs), results, deferred, self._owner.groups,
+                                  self._owner.name)  # fmt: skip
         return program, part.grad_outputs, fill, fused, picked
 
-    def _sizes(self, saved: tuple, grads: list) -> dict[str, int]:
+    def _sizes(self, saved: list, grads: list) -> dict[str, int]:
         """The symbolic dims' sizes, from what is saved and what arrives."""
         derived, sizes = self.plan.derived, {}
         known = [*zip(self.saved, saved, strict=True), *zip(derived.forward.outputs, grads, strict=False)]
@@ -296,12 +304,13 @@ class Runner:
 
     ``names`` are the inputs' names, for messages. ``training`` plans as a module in training does: the forward's engines
     do not depend on grad mode. ``recompute`` is the save policy; ``groups`` maps group symbols to process groups; ``pins`` is
-    the plan file in force.
+    the plan file in force, ``records`` the measured times that rank what it does not pin (None: those of LAYERPLAN_RECORDS).
     """
 
     def __init__(self, build: Callable[..., Graph], names: tuple[str, ...], *, policy: Policy, name: str = "",
                  training: bool = False, recompute: frozenset[str] = frozenset(),
-                 groups: Mapping[str, Any] | None = None, pins: Pins | None = None) -> None:  # fmt: skip
+                 groups: Mapping[str, Any] | None = None, pins: Pins | None = None, records: Records | None = None) -> None:  # fmt: skip
+        self.records = default_records() if records is None else records
         self.build, self.names, self.policy, self.name = build, names, policy, name
         self.training, self.recompute, self.groups, self.pins = training, recompute, dict(groups or {}), pins
         self.entries: dict[tuple, Executable] = {}  # by the tensors' metadata: the hot path's one lookup

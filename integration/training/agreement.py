@@ -1,44 +1,49 @@
-"""Whether all ranks would plan, train and save the same: compared once, before anything is built.
-
-Planning is a pure function and never communicates, so a rank with another version, arch, setting or recipe would run other
-kernels, or wait in a collective that the others do not reach; one with other data would train on it without a word.
-"""
+"""Whether all ranks would plan, train and save the same: compared once, before anything is built. What planning itself reads is
+``planner.agreement``'s; a rank with other data would train on it without a word."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from layerplan import __version__
-
-from ...recipes import Problem, Recipe, RecipeError
-from ..engines.manifest import MANIFEST
-from ..settings import settings
+from ...recipes import Recipe, RecipeError
+from ..megatron.agreement import megatron_facts
+from ..planner import agreement
+from ..planner.plan_file import Pins
+from ..planner.records import Records
 from .build import Ranks, arch_of
 from .checkpoint import digest
 from .indexed import DatasetError, check_dataset, tokenizer_path
 
-_OF_A_RANK = ("data.prefix", "plan.file", "train.threads")  # paths of a machine, whose content is compared, and what changes no tensor
-_SETTINGS = ("check", "policy", "deterministic")
-_PACKAGES = ("torch", "triton", "megatron-core", "nvidia-cudnn-frontend", "quack-kernels", "flash-attn-4",
-             "nvidia-cutlass-dsl")  # fmt: skip
+_OF_A_RANK = ("data.prefix", "plan.file", "plan.records", "train.threads")  # paths of a machine, whose content is compared, and what changes no tensor
 _SECTIONS = ("model", "train", "optimizer", "parallel", "data", "schedule", "precision", "plan", "checkpoint")
 
 
 def facts(recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
     """Field -> value of everything that planning, the order of collectives and the samples depend on, apart from the plan
-    file."""
+    file and plan.records, which all ranks have from rank 0; LAYERPLAN_RECORDS is read on each, for what runs beside the model."""
     own = recipe.to_dict()
     found = {f"{s}.{k}": v for s in _SECTIONS for k, v in own[s].items() if f"{s}.{k}" not in _OF_A_RANK}
-    found |= {f"environment: {name}": str(getattr(settings(), name)) for name in _SETTINGS}
-    found |= {f"version of {p}": _version(p) for p in _PACKAGES}
-    arch = arch_of(ranks.device).name
-    found |= {f"engine {e.id}": "cannot run" if e.unusable() else "can run" for e in MANIFEST if arch in e.archs}
-    return found | data_facts(recipe.data.prefix) | {"arch": arch, "version of layerplan": __version__}
+    planning = agreement.planning_facts(arch_of(ranks.device)) | megatron_facts()
+    del planning["policy"]  # the environment's: the recipe's own holds, field by field
+    return found | planning | data_facts(recipe.data.prefix)
+
+
+def compare_ranks(recipe: Recipe, ranks: Ranks) -> dict[str, Any]:
+    """The facts that all ranks share. Raises RecipeError on every rank, naming each field that differs and the ranks that hold each
+    value."""
+    own = facts(recipe, ranks)
+    try:
+        agreement.compare(own, ranks.control)
+    except agreement.RanksDifferError as error:
+        raise RecipeError(error.problems) from None
+    return own
+
+
+def run_digest(shared: dict[str, Any], pins: Pins | None, records: Records) -> str:
+    """SHA-256 of what ``compare_ranks`` returned, with the plan file and the measured times that are in force."""
+    return agreement.digest(shared | agreement.file_facts(pins, records))
 
 
 def data_facts(prefix: str | None) -> dict[str, Any]:
@@ -61,31 +66,3 @@ def data_facts(prefix: str | None) -> dict[str, Any]:
         "data: SHA-256 of .idx": read(lambda: digest(Path(f"{prefix}.idx"))),
         "data: SHA-256 of the tokenizer": read(lambda: digest(tokenizer_path(prefix))),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-
-
-def compare_ranks(recipe: Recipe, ranks: Ranks) -> None:
-    """Raises RecipeError on every rank, naming each field that differs and the ranks that hold each value."""
-    own, everyone = facts(recipe, ranks), [None] * ranks.world
-    dist.all_gather_object(everyone, own, group=ranks.control)
-    problems = []
-    for field in dict.fromkeys(f for one in everyone for f in one):
-        holders: dict[str, list[int]] = {}
-        for rank, one in enumerate(everyone):
-            holders.setdefault(repr(one.get(field)), []).append(rank)
-        if len(holders) > 1:
-            held = ", ".join(f"{value} on rank {_listed(who)}" for value, who in holders.items())
-            rule = f"differs between ranks: {held}"
-            problems.append(Problem(field, own.get(field), rule, "start every rank with the same"))
-    if problems:
-        raise RecipeError(problems)

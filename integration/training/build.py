@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ...modules.base import apply_policy, planned_names
 from ...recipes import Problem, Recipe, RecipeError
+from ...recipes.config import load_records
 from ...recipes.policies import policy_of
 from ..engines.arch import Arch
 from ..megatron import compat
@@ -37,6 +38,7 @@ from ..megatron.cpu_mode import cpu_mode
 from ..megatron.cpu_mode import is_active as cpu_mode_is_active
 from ..megatron.optimizer import install_optimizer
 from ..planner.plan_file import Pins
+from ..planner.records import Records
 from ..settings import launcher_environment
 
 _TIMEOUT = datetime.timedelta(minutes=30)
@@ -215,14 +217,14 @@ def block_spec(recipe: Recipe, config: TransformerConfig) -> Any:
     if recipe.plan.layers == "layerplan":
         from ..megatron.specs import gpt_block_spec
 
-        return gpt_block_spec(config)
+        return gpt_block_spec(config, fuse_residual=recipe.plan.fuse_residual)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
 
 
-def plan_model(recipe: Recipe, model: torch.nn.Module, pins: Pins | None) -> None:
-    """Have layerplan's layers planned anew, under the recipe's policies and a plan file."""
+def plan_model(recipe: Recipe, model: torch.nn.Module, pins: Pins | None, records: Records | None = None) -> None:
+    """Have layerplan's layers planned anew, under the recipe's policies, a plan file and measured times (None: the recipe's)."""
     if recipe.plan.layers != "layerplan":
         return
     first = min((m.layer_number - 1 for m in model.modules() if isinstance(m, TransformerLayer)), default=0)
@@ -234,19 +236,24 @@ def plan_model(recipe: Recipe, model: torch.nn.Module, pins: Pins | None) -> Non
     policy = policy_of(recipe)
     missing = policy.unmatched(map(whole, planned_names(model)))  # the recipe was held against all layers: those of other stages
     policy = dataclasses.replace(policy, per_module=tuple(row for row in policy.per_module if row[0] not in missing))
-    apply_policy(model, policy, pins=pins, rename=whole)
+    apply_policy(model, policy, pins=pins, records=load_records(recipe) if records is None else records, rename=whole)
 
 
-def build_model(recipe: Recipe, config: TransformerConfig, pins: Pins | None = None) -> GPTModel:
+def build_model(recipe: Recipe, config: TransformerConfig, pins: Pins | None = None, records: Records | None = None) -> GPTModel:
     """This rank's part of the model, in the parameters' dtype, on the device."""
     m = recipe.model
-    model = GPTModel(
+    make, loss = GPTModel, {}
+    if recipe.plan.loss_runs != "megatron":
+        from ..megatron.model import LayerplanGPTModel
+
+        make, loss = LayerplanGPTModel, {"loss": recipe.plan.loss_runs}
+    model = make(
         config, block_spec(recipe, config), m.vocab_size, m.seq_length,
         pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),
         position_embedding_type="rope", rotary_base=m.rope_base, share_embeddings_and_output_weights=m.tie_embeddings,
-        parallel_output=True,
+        parallel_output=True, **loss,
     )  # fmt: skip
-    plan_model(recipe, model, pins)
+    plan_model(recipe, model, pins, records)
     return model.to(torch.cuda.current_device())
 
 
@@ -261,12 +268,12 @@ class Built:
     scheduler: OptimizerParamScheduler
 
 
-def build(recipe: Recipe, pins: Pins | None = None) -> Built:
-    """Model, wrappers, optimiser and schedule, as the recipe says, its layers planned as ``pins`` say. Call inside
+def build(recipe: Recipe, pins: Pins | None = None, records: Records | None = None) -> Built:
+    """Model, wrappers, optimiser and schedule, as the recipe says, its layers planned as ``pins`` and ``records`` say. Call inside
     ``ranks_of``."""
     o, p, t = recipe.optimizer, recipe.parallel, recipe.train
     config = transformer_config(recipe)
-    gpt = build_model(recipe, config, pins)
+    gpt = build_model(recipe, config, pins, records)
     inner = Float16Module(config, gpt) if config.bf16 else gpt
     model = DistributedDataParallel(
         config,

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...recipes import RECIPES, Problem, Recipe, RecipeError, apply_overrides, load_recipe
-from ...recipes.config import folder_problems, load_pins
-from ...recipes.size import flops_per_token, memory_estimate, parameter_count
+from ...recipes.config import folder_problems, load_pins, load_records
+from ...recipes.size import flops_per_token, memory_estimate, memory_fit, parameter_count
 from ..engines.packages import install_command, locate
 from ..planner.plan_file import Pins
+from ..planner.records import NONE, Records
 from ..settings import launcher_environment
 from .indexed import check_data
 from .quiet import quiet
@@ -52,11 +53,12 @@ def _say_once(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A recipe that can run as far as can be known beforehand. ``pins``: the content of plan.file; ``rules``: whose rules it was
-    held against, as a dry run says it."""
+    """A recipe that can run as far as can be known beforehand. ``pins``: the content of plan.file, ``records``: of plan.records; ``rules``:
+    whose rules it was held against, as a dry run says it."""
 
     recipe: Recipe
     pins: Pins | None
+    records: Records
     rules: str
 
 
@@ -71,12 +73,16 @@ def load_checked(name: str, overrides: list[str], dry_run: bool) -> Checked:
             raise
         made, problems = RECIPES[name](), error.problems
         apply_overrides(made, overrides)
-    own, pins, rules = not problems, None, "the recipe's own rules"
+    own, pins, records, rules = not problems, None, NONE, "the recipe's own rules"
     if not dry_run or made.data.prefix is not None:
         problems = problems + check_data(made)[0]
     problems = problems + folder_problems(made)
     try:
         pins = load_pins(made)
+    except RecipeError as error:
+        problems = problems + error.problems
+    try:
+        records = load_records(made)
     except RecipeError as error:
         problems = problems + error.problems
     if own and dry_run:
@@ -86,7 +92,7 @@ def load_checked(name: str, overrides: list[str], dry_run: bool) -> Checked:
             problems = problems + error.problems
     if problems:
         raise RecipeError(problems)
-    return Checked(made, pins, rules)
+    return Checked(made, pins, records, rules)
 
 
 def run(recipe: Recipe, say: Callable[[str], None] | None = None) -> int:
@@ -123,6 +129,11 @@ def dry_run_report(checked: Checked, out: Callable[[str], None]) -> int:
     gib = 2**30
     out(f"memory      about {memory.total / gib:.2f} GiB on a rank of one replica: weights {memory.weights / gib:.2f}, gradients "
         f"{memory.gradients / gib:.2f}, optimiser {memory.optimizer / gib:.2f}, activations {memory.activations / gib:.2f}, logits {memory.logits / gib:.2f}")  # fmt: skip
+    if (gpu := _gpu(recipe)) is not None:
+        out(f"GPU         {memory_fit(recipe, *gpu)}")
+    else:
+        out("GPU         none here: plan.arch=H100, or another, plans for one and says whether it fits")
+    out(f"schedule    {_schedule(recipe)}")
     out(f"data        {recipe.data.prefix or 'not set: data.prefix=PREFIX is needed to train'}")
     evaluated = f"every {t.eval_every_steps} steps on {t.eval_batches} batches = {t.eval_batches * t.global_batch} sequences"
     out(f"validation  {evaluated if t.eval_every_steps else 'off'}")
@@ -163,7 +174,9 @@ def _plan_report(checked: Checked, out: Callable[[str], None]) -> None:
     arch = _arch(recipe)
     if pins is not None:
         out(f"plan file   {recipe.plan.file}: {len(pins.of_arch(arch.name))} pins for {arch.name}; it holds pins for {pins.written_for()}")
-    out(str(estimate_recipe(recipe, arch, pins=pins)))
+    if checked.records.of_arch(arch.name):
+        out(f"records     {checked.records.source}: measured on {', '.join(checked.records.gpus())}")
+    out(str(estimate_recipe(recipe, arch, pins=pins, records=checked.records)))
 
 
 def _arch(recipe: Recipe) -> Any:
@@ -175,3 +188,24 @@ def _arch(recipe: Recipe) -> Any:
     import torch
 
     return Arch.of_device(0 if torch.cuda.is_available() and recipe.train.device != "cpu" else -1)
+
+
+def _gpu(recipe: Recipe) -> tuple[str, float] | None:
+    """(name, GiB) of the GPU that a dry run is about: plan.arch's, else the one at hand; None for a CPU."""
+    if recipe.plan.arch is not None:
+        from ..engines.arch import memory_gb
+
+        return memory_gb(recipe.plan.arch)  # a board of N GB shows its programs about N GiB
+    import torch
+
+    if not torch.cuda.is_available() or recipe.train.device == "cpu":
+        return None
+    found = torch.cuda.get_device_properties(0)
+    return found.name, found.total_memory / 2**30
+
+
+def _schedule(recipe: Recipe) -> str:
+    o, end = recipe.optimizer, recipe.decay_steps
+    after = f", {recipe.schedule.style} to {o.min_lr:g} at step {end:,}" if recipe.schedule.style != "constant" else ", constant"
+    cut = f"; train.steps = {recipe.train.steps:,} ends before that" if recipe.train.steps < end else ""
+    return f"rate up to {o.lr:g} in {recipe.warmup_steps:,} steps{after}{cut}"

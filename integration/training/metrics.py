@@ -2,7 +2,8 @@
 
 Fields: step, loss (nats per token), validation_loss (in the same unit; only where it was taken), grad_norm, lr, tokens
 (seen so far), seconds (of the step), tokens_per_s (all ranks), flops_per_s (model FLOP/s, all ranks), mfu (fraction of the
-ranks' peak; absent where the peak is unknown), memory_bytes (peak of the writing rank).
+ranks' peak; absent where the peak is unknown), memory_bytes (peak of the writing rank), digest (first row of each start only: SHA-256
+of the recipe, data, versions, settings, plan file and measured times that all ranks share).
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ...recipes import Problem, Recipe, RecipeError
-from ...recipes.config import load_pins
+from ...recipes.config import load_pins, load_records
 from ..planner import plan_file
 from ..planner.plan_file import Pin, Pins, PlanFileError
+from ..planner.records import Records, gpu_name
 from ..planner.report import planned_modules
 from .build import Ranks, arch_of, plan_model
 
@@ -26,7 +27,8 @@ class RunPlans:
     """What one rank's layers are planned with. All ranks make it, and call each of its methods, together.
 
     ``pins``: the plan file in force (plan.file, or the checkpoint's), None where there is none or it has no pins for this arch.
-    Raises RecipeError on all ranks where plan.file cannot be read.
+    ``records``: the measured times that rank what it does not pin, as rank 0 reads them. Raises RecipeError on all ranks where
+    plan.file or the records cannot be read.
     """
 
     def __init__(self, recipe: Recipe, ranks: Ranks, say: Callable[[str], None]) -> None:
@@ -35,8 +37,20 @@ class RunPlans:
         self._before: Pins | None = None  # the plan that this run's is compared with
         self._said: set[str] = set()
         self.pins = self._applying(self._from_rank_0(lambda: load_pins(recipe)))
+        self.records: Records = self._from_rank_0(lambda: load_records(recipe))
+        self._say_other_board()
 
-    def _from_rank_0(self, read: Callable[[], Pins | None]) -> Pins | None:
+    def _say_other_board(self) -> None:
+        """Say where the records are of another arch, or of another board of it: their times then only resemble this one's."""
+        records, here = self.records, gpu_name(self._ranks.device)
+        if not records.rows:
+            return
+        if not records.of_arch(self._arch):
+            self._say(f"{records.source}: measured on {', '.join(records.gpus())}, this run is on {self._arch}: they do not apply")
+        elif here not in records.gpus(self._arch):
+            self._say(f"{records.source}: measured on {', '.join(records.gpus(self._arch))}, this run is on {here}; 'layerplan tune' measures it")
+
+    def _from_rank_0(self, read: Callable[[], Any]) -> Any:
         """What rank 0 reads: one plan for all ranks, whatever their file systems show. Raises RecipeError on all."""
         box: list[Any] = [None, None]
         if self._ranks.rank == 0:
@@ -105,7 +119,7 @@ class RunPlans:
 
         if recipe.checkpoint.pin_plan and recipe.plan.file is None:
             self.pins = self._applying(self._from_rank_0(read))
-            plan_model(recipe, model, self.pins)
+            plan_model(recipe, model, self.pins, self.records)
             return
         try:
             self._before = self._applying(self._from_rank_0(read))

@@ -29,7 +29,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from ...recipes import Problem, Recipe, RecipeError
 from ...recipes.config import folder_problems
 from ...recipes.size import flops_per_token, parameter_count
-from .agreement import compare_ranks
+from ..planner.agreement import shown
+from .agreement import compare_ranks, run_digest
 from .build import Built, Ranks, build, ranks_of, refuse_together
 from .checkpoint import (
     COMPLETE,
@@ -70,12 +71,12 @@ class Trainer:
     def __init__(self, recipe: Recipe, ranks: Ranks, *, say: Callable[[str], None] | None = None):
         self.recipe, self.ranks = recipe, ranks
         self._say = say or (lambda text: print(text, file=sys.stderr, flush=True))
-        compare_ranks(recipe, ranks)
+        self._shared = compare_ranks(recipe, ranks)
         problems, tokenizer = check_data(recipe)
         refuse_together(problems + folder_problems(recipe), ranks)
         self._tokenizer = tokenizer_path(recipe.data.prefix).read_text(encoding="utf-8")
         self.plans = RunPlans(recipe, ranks, self.say)
-        self.built: Built = build(recipe, self.plans.pins)
+        self.built: Built = build(recipe, self.plans.pins, self.plans.records)
         self.samples = Samples(recipe, tokenizer, ranks)
         self.step = 0
         self._resumed = ""  # what to say of a resume once the first step has been planned
@@ -335,7 +336,10 @@ class Trainer:
         recipe, every = self.recipe, self.recipe.checkpoint.every_steps
         steps, interrupted = recipe.train.steps, False
         first, evaluated = self.step + 1, False  # when plans are made
-        recorder = Recorder(recipe, self.ranks, self.step)
+        digest = run_digest(self._shared, self.plans.pins, self.plans.records)
+        if self.ranks.world > 1:
+            self.say(f"recipe, data and planning: digest {shown(digest)}, the same on {self.ranks.world} ranks")
+        recorder = Recorder(recipe, self.ranks, self.step, digest)
         self.built.model.train()
         try:
             while self.step < steps:
@@ -392,8 +396,9 @@ class Recorder:
     """Metrics file and progress of the rank that logs; nothing on the others. It raises nothing, since the other ranks would wait:
     ``problem`` says why the metrics cannot be written, and the ranks agree on it before the next step."""
 
-    def __init__(self, recipe: Recipe, ranks: Ranks, step: int):
+    def __init__(self, recipe: Recipe, ranks: Ranks, step: int, digest: str):
         self._recipe, self._ranks = recipe, ranks
+        self._digest: str | None = digest  # until a row holds it
         self._file = self._progress = None
         self.problem: str | None = None
         self.folder = logging_folder(recipe)
@@ -420,6 +425,8 @@ class Recorder:
                "tokens_per_s": speed, "flops_per_s": speed * self._flops, "memory_bytes": peak_memory(self._ranks.device)}  # fmt: skip
         if validation is not None:
             row["validation_loss"] = validation
+        if self._digest is not None:
+            row["digest"], self._digest = self._digest, None
         if self._peak is not None:
             row["mfu"] = speed * self._flops / self._peak
         if self._file is not None and self.problem is None:

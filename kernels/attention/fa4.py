@@ -14,7 +14,6 @@ Above 256 segments the package also makes an index of tiles for its scheduler; h
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -29,20 +28,10 @@ from ...integration.graph.ops.table import size_product
 from . import fa4_code
 from .fa4_code import Backward, Code
 
-KNOWN_VERSION = "4.0.0b36"  # its launches are internal to the package: another version may order arguments differently
 _FAR = 1 << 30  # a window side of this size is open: positions and sides stay below 2^31
 
 
 # ---- what the package can do ----------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _foreign_version() -> str | None:
-    try:
-        version = importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:  # the manifest says so before anybody asks here
-        return None
-    return None if version == KNOWN_VERSION else version
 
 
 def _axes(region: Region) -> tuple[int | None, int]:
@@ -57,8 +46,6 @@ def _dims(region: Region) -> tuple[int, int, int]:
 
 
 def _common_decline(region: Region, arch: Arch) -> str | None:
-    if version := _foreign_version():
-        return f"flash-attn-4 {version}: its kernels are launched as {KNOWN_VERSION} launches them"
     node, q, k = region.node, region.spec("q"), region.spec("k")
     if q.dtype not in ("bfloat16", "float16"):
         return f"dtype {q.dtype}: bfloat16 and float16 only"
@@ -102,6 +89,8 @@ def _backward_decline(region: Region, arch: Arch, deterministic: bool) -> str | 
         return f"backward: not on {arch.name}"
     if major == 9 and group > 1 and d != dv:
         return f"backward of grouped heads with head dims {d}/{dv}: keys and values must share one on {arch.name}"
+    if major == 9 and (reason := _sm90_wrong_gradient(region, d)):
+        return reason
     if major == 12 and d > 128:
         return f"backward with head dim {d}: its tiles do not fit {arch.name}'s shared memory, up to 128 do"
     if major == 10 and d == 256 and (region.spec("sink") is not None or region.spec("dlse") is not None):
@@ -110,6 +99,17 @@ def _backward_decline(region: Region, arch: Arch, deterministic: bool) -> str | 
         return f"deterministic backward: not on {arch.name}"
     if _rows(region, "q") * _up(d, 64) >= 2**31:
         return "one head's float32 dq accumulator would pass 2^31 elements, which it indexes with 32 bits"
+    return None
+
+
+def _sm90_wrong_gradient(region: Region, d: int) -> str | None:
+    """Faults of the package's own kernels: why its gradient of q would be wrong."""
+    if d <= 128 and _up(d, 16) != _up(d, 32):
+        # the main kernel lays its sums of dq out in rows of 16 n elements, the kernels around it in rows of 32 n
+        return f"backward with head dim {d}: its kernels disagree about the layout of dq on sm_90, where they pad to {_up(d, 16)} and to {_up(d, 32)}"
+    causal, left, right = _span(region.node.attributes)
+    if 96 < d <= 128 and not causal and left is None and right is None:
+        return f"backward without a mask or window at head dim {d}: its gradient of q is wrong on sm_90"
     return None
 
 

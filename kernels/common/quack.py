@@ -3,8 +3,6 @@ compiled kernels accept. The package is imported by ``build`` alone: deciding ne
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import math
 
 import torch
@@ -12,25 +10,8 @@ import torch
 from ...integration.engines.arch import Arch
 from ...integration.graph.ir import ITEMSIZE, TensorSpec
 
-KNOWN_VERSION = (
-    "0.6.5"  # its compile functions and launches are internal: another version may order arguments differently
-)
 DTYPES = ("float32", "bfloat16", "float16")
 _CLUSTERS = ("sm_90", "sm_100", "sm_103", "sm_120")  # where the package spreads a row over the blocks of a cluster
-
-
-@functools.cache
-def version_reason() -> str | None:
-    """Why the installed package cannot be launched, None where it can; the manifest says whether there is one."""
-    try:
-        version = importlib.metadata.version("quack-kernels")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return (
-        None
-        if version == KNOWN_VERSION
-        else f"launches the kernels of quack-kernels {KNOWN_VERSION}; {version} is installed"
-    )
 
 
 def cute_dtype(name: str | None):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
 from ...integration.graph.ir import Graph, Node
-from ..common.quack import cute_dtype, rows, vector, version_reason
+from ..common.quack import cute_dtype, rows, vector
 
 STEP = 8  # TMA wants rows of a multiple of 16 bytes
 _BIAS_STEP = 4
@@ -32,8 +32,6 @@ class QuackLinear(Engine):
 
 def product_reason(graph: Graph, node: Node) -> str | None:
     """Why the package's products cannot take the operands of a linear, a dgrad or a wgrad, None where they can."""
-    if (reason := version_reason()) is not None:
-        return reason
     for port, value in node.inputs:
         spec = graph.specs[value]
         if port not in ("x", "dy", "weight"):

@@ -22,7 +22,6 @@ from ..common.quack import (
     spreads_rows,
     step_of,
     vector,
-    version_reason,
     width_reason,
 )
 
@@ -32,7 +31,7 @@ class QuackCrossEntropy(Engine):
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
         logits, backward = region.spec("logits"), region.node.op == "cross_entropy_bwd"
-        reason = version_reason() or dtype_reason(logits=logits, dloss=region.spec("dloss")) or width_reason(logits)
+        reason = dtype_reason(logits=logits, dloss=region.spec("dloss")) or width_reason(logits)
         reason = reason or (None if backward else _size_reason(logits.shape[-1], logits.dtype, arch))
         if reason is None and backward and region.spec("dloss").dtype != "float32":
             reason = f"reads dloss in float32, and it is {region.spec('dloss').dtype}"

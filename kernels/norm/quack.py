@@ -18,7 +18,6 @@ from ..common.quack import (
     spreads_rows,
     step_of,
     vector,
-    version_reason,
     width_reason,
 )
 
@@ -32,11 +31,7 @@ class QuackNorm(Engine):
         node, x, want = region.node, region.spec("x"), region.wanted
         backward = node.op.endswith("_bwd")
         given = {p: region.spec(p) for p in _TENSORS}
-        reason = (
-            version_reason()
-            or dtype_reason(**given)
-            or width_reason(x, *(s.dtype for s in given.values() if s is not None))
-        )
+        reason = dtype_reason(**given) or width_reason(x, *(s.dtype for s in given.values() if s is not None))
         if reason is None and backward and "dx" not in want:
             reason = "its kernel writes dx in any case, and nothing reads it"
         reason = reason or _size_reason(x.shape[-1], x.dtype, backward, _fused_residual(region), arch)

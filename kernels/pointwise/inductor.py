@@ -6,6 +6,9 @@ no guards are checked on a call, and a token count never recompiles.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
+
 import torch
 
 from ...integration.engines.arch import Arch
@@ -51,6 +54,35 @@ class InductorPointwise(Engine):
         return CompiledRegion(launch)
 
 
+Size = int | tuple[int, int]  # a number, or (input, axis): the size of an input
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Assembled:
+    """An output that the traced graph concatenates from parts: its kernels write the parts where they belong. As one
+    pointwise kernel over the whole, as inductor makes it, every element would load what all parts need.
+
+    ``shape`` is that of the outermost concatenation, ``final`` the output's. A part is (its shape, dims and starts).
+    """
+
+    position: int
+    shape: tuple[Size, ...]
+    final: tuple[Size, ...]
+    parts: tuple[tuple[tuple[Size, ...], tuple[tuple[int, int], ...]], ...]
+    dtype: torch.dtype
+
+    def allocate(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The output, and views of its parts."""
+
+        def sizes(of: tuple[Size, ...]) -> list[int]:
+            return [s if isinstance(s, int) else inputs[s[0]].shape[s[1]] for s in of]
+
+        whole = torch.empty(sizes(self.shape), dtype=self.dtype, device=inputs[0].device)
+        strides = whole.stride()
+        parts = [whole.as_strided(sizes(shape), strides, sum(strides[dim] * start for dim, start in starts)) for shape, starts in self.parts]
+        return whole.view(sizes(self.final)), parts
+
+
 def compile_region(region: Region, device: str):
     """Compile the region's references; returns a function from a list of tensors to a sequence of outputs."""
     from torch._guards import TracingContext, tracing
@@ -65,7 +97,10 @@ def compile_region(region: Region, device: str):
 
     def function(*tensors):
         out = reference(*tensors)
-        return out if isinstance(out, tuple) else (out,)
+        inputs = {t.untyped_storage()._cdata for t in tensors}
+        # a view would keep the whole input alive for as long as it is saved
+        return tuple(t.clone(memory_format=torch.contiguous_format) if t.untyped_storage()._cdata in inputs else t
+                     for t in (out if isinstance(out, tuple) else (out,)))  # fmt: skip
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
     sizes = _example_sizes(region)
@@ -79,11 +114,134 @@ def compile_region(region: Region, device: str):
         fake = mode.from_tensor(meta, symbolic_context=context)
         with mode:
             fakes.append(torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=device))
-    # without it a value that the references round to 16 bits stays in float32 where it is used in the same kernel
-    rounding = config.patch(emulate_precision_casts=True)
-    with torch.no_grad(), mode, tracing(TracingContext(mode)), rounding:
+    options = config.patch(
+        # without it a value that the references round to 16 bits stays in float32 where it is used in the same kernel
+        emulate_precision_casts=True,
+        # a rotation reads eight values: by default it would be stored before it is put in its place
+        realize_acc_reads_threshold=64,
+    )
+    with torch.no_grad(), mode, tracing(TracingContext(mode)), options:
         traced = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
-        return compile_fx_inner(traced, fakes)
+        assembled = _take_apart(traced, fakes)
+        if assembled:
+            parts = [p for a in assembled for p in a.allocate(fakes)[1]]
+            traced = make_fx(_filling(traced, len(fakes), len(parts)))(*fakes, *parts)
+            fakes = [*fakes, *parts]
+        run = compile_fx_inner(traced, fakes)
+    return _assembling(run, assembled) if assembled else run
+
+
+def _assembling(run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], assembled: list[_Assembled]):
+    """``run`` takes the inputs and the parts of the assembled outputs, which it fills, and returns the other outputs."""
+
+    def whole(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        made = [a.allocate(tensors) for a in assembled]
+        out = list(run(tensors + [part for _, parts in made for part in parts]))
+        for a, (output, _) in zip(assembled, made, strict=True):
+            out.insert(a.position, output)
+        return out
+
+    return whole
+
+
+def _take_apart(traced: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> list[_Assembled]:
+    """Take concatenations out of the outputs of a traced graph: it returns the other outputs, then their parts, which are
+    in the output's dtype."""
+    output = traced.graph.output_node()
+    rest, parts, found = [], [], []
+    with traced.graph.inserting_before(output):
+        for position, node in enumerate(output.args[0]):
+            inner, dtypes = _peel(node, views=True)
+            pieces = _parts(traced.graph, inner, dtypes)
+            shapes = [_sizes_of(n.meta["val"], inputs) for n in (inner, node)] + [_sizes_of(value.meta["val"], inputs) for value, _, _ in pieces]
+            if len(pieces) < 2 or None in shapes:
+                rest.append(node)
+                continue
+            places = tuple(zip(shapes[2:], (starts for _, _, starts in pieces), strict=True))
+            found.append(_Assembled(position, *shapes[:2], places, node.meta["val"].dtype))
+            for value, kinds, _ in pieces:
+                for dtype in reversed(kinds):
+                    value = traced.graph.call_function(_CONVERT, (value, dtype))
+                parts.append(value)
+    output.args = ((*rest, *parts),)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return found
+
+
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+def _peel(node: torch.fx.Node, views: bool = False) -> tuple[torch.fx.Node, list[torch.dtype]]:
+    """What a value is before conversions, copies and (where asked) views that nobody else reads, and the dtypes that it is
+    converted to, the last one first."""
+    aten, dtypes = torch.ops.aten, []
+    passed = (_CONVERT, aten.clone.default, *((aten.view.default,) if views else ()))
+    while len(node.users) == 1:
+        if node.target in passed:
+            dtypes += [node.args[1]] if node.target is _CONVERT else []
+            node = node.args[0]
+        elif len(pieces := _pieces(node)) == 1:
+            node = pieces[0]
+        else:
+            break
+    return node, dtypes
+
+
+def _pieces(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What a concatenation puts together, without what is empty; nothing where the node is none."""
+    if node.target is not torch.ops.aten.cat.default:
+        return []
+    return [p for p in node.args[0] if 0 not in p.meta["val"].shape]
+
+
+def _parts(graph: torch.fx.Graph, node: torch.fx.Node, dtypes: list[torch.dtype]) -> list[tuple]:
+    """(value, dtypes that it is still converted to, dims and starts) of the parts of a concatenation whose sizes along its
+    dim are numbers, however deep; of any other value itself alone. A view between two concatenations may split dims in
+    front of the inner one's."""
+    inner, more = _peel(node)
+    view = inner if inner.target is torch.ops.aten.view.default and len(inner.users) == 1 else None
+    if view is not None:
+        inner, further = _peel(view.args[0])
+        more = more + further
+    pieces, rank = _pieces(inner), len(inner.meta["val"].shape)
+    dim = (inner.args[1] if len(inner.args) > 1 else 0) % rank if pieces else 0
+    widths = [p.meta["val"].shape[dim] for p in pieces]
+    outer = (view or inner).meta["val"].shape
+    kept = view is None or (dim == rank - 1 and outer[-1] == inner.meta["val"].shape[-1])
+    if len(pieces) < 2 or len(inner.users) != 1 or not kept or not all(isinstance(w, int) for w in widths):
+        return [(node, dtypes, ())]
+    found, start = [], 0
+    for piece, width in zip(pieces, widths, strict=True):
+        at = dim if view is None else len(outer) - 1
+        if view is not None:
+            value = piece.meta["val"]
+            shape = [*view.args[1][:-1], width]
+            piece = graph.call_function(torch.ops.aten.view.default, (piece, shape))
+            piece.meta["val"] = value.view([*outer[:-1], width])
+        found += [(value, kinds, ((at, start), *starts)) for value, kinds, starts in _parts(graph, piece, [*dtypes, *more])]
+        start += width
+    return found
+
+
+def _sizes_of(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> tuple[Size, ...] | None:
+    """Each size as a number or as (input, axis) of the same symbol; None where a size is neither, as a sum of two."""
+    where = {s.node.expr: (i, axis) for i, t in reversed(list(enumerate(inputs))) for axis, s in enumerate(t.shape) if not isinstance(s, int)}
+    sizes = tuple(s if isinstance(s, int) else where.get(s.node.expr) for s in tensor.shape)
+    return None if None in sizes else sizes
+
+
+def _filling(traced: torch.fx.GraphModule, num_inputs: int, num_parts: int):
+    """``traced`` with further arguments, into which its last outputs are written."""
+
+    def function(*tensors):
+        results = torch.fx.Interpreter(traced).run(*tensors[:num_inputs])
+        kept = len(results) - num_parts
+        for target, value in zip(tensors[num_inputs:], results[kept:], strict=True):
+            torch.ops.aten.copy_.default(target, value)
+        return tuple(results[:kept])
+
+    return function
 
 
 def _example_sizes(region: Region) -> dict[str, int]:

@@ -8,7 +8,7 @@ import torch
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
 from ...integration.graph.ir import Dim
-from ..common.quack import cute_dtype, dtype_reason, fresh, step_of, version_reason
+from ..common.quack import cute_dtype, dtype_reason, fresh, step_of
 
 _LONGEST = 131072  # tokens of a sequence: a block turns 4 or more of them, and a grid has 65535 blocks along this axis
 _BATCHES = 65535  # and as many along the batch
@@ -19,7 +19,7 @@ class QuackRope(Engine):
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
         node, x, cos, sin = region.node, region.spec("x"), region.spec("cos"), region.spec("sin")
-        reason = version_reason() or dtype_reason(x=x, cos=cos, sin=sin)
+        reason = dtype_reason(x=x, cos=cos, sin=sin)
         head, half = x.shape[-1], cos.shape[1]
         sequence = x.shape[node.attr("seq_axis")]
         batch = x.shape[1 - node.attr("seq_axis")] if x.rank == 4 else 1

@@ -183,6 +183,10 @@ def plain_cross_entropy(t: Tensors, ignore_index: int = -100) -> tuple:
     return (flat.reshape(y.shape),)
 
 
+def plain_linear_cross_entropy(t: Tensors) -> tuple:
+    return plain_cross_entropy({"logits": F.linear(t["x"], t["w"]), "targets": t["targets"]})
+
+
 def native_layer_norm(t: Tensors) -> tuple:
     """F.layer_norm after the residual's addition; the composed version where the dtypes are mixed."""
     if t["weight"].dtype != t["x"].dtype:
@@ -302,6 +306,22 @@ def _loss_case(tag: str, lead: tuple[int, ...], classes: int, dtype=torch.int64)
                   exponent=lambda t: _largest(torch.logsumexp(t["logits"], -1)))  # fmt: skip
 
 
+def _linear_loss_case(tag: str, lead: tuple[int, ...], classes: int, width: int, dtype=torch.int64, *, ignored: str = "first") -> OpCase:
+    """``ignored``: the first target of several, or all."""
+
+    def make(gen, d):
+        targets = torch.randint(0, classes, lead, generator=gen, dtype=dtype)
+        if ignored == "all":
+            targets.fill_(-100)
+        elif targets.numel() > 1:
+            targets.view(-1)[0] = -100
+        return {"x": randn(gen, d, *lead, width), "w": randn(gen, d, classes, width) * 3 / math.sqrt(width), "targets": targets}
+
+    return OpCase(f"linear_cross_entropy-{tag}", "linear_cross_entropy", make, ("x", "w"),
+                  lambda t, **kw: (ops.linear_cross_entropy(t["x"], t["w"], t["targets"], **kw),), plain_linear_cross_entropy,
+                  exponent=lambda t: _largest(torch.logsumexp(F.linear(t["x"], t["w"]), -1)))  # fmt: skip
+
+
 def _layout_case(op: str, tag: str, inputs: dict[str, tuple[int, ...]], outputs: tuple[str, ...], plain: Callable[..., tuple],
                  **attrs: int) -> OpCase:  # fmt: skip
     """An op that has no function of its own: a one-node plan. ``plain`` takes the inputs in order; the last two dims are static."""
@@ -378,6 +398,11 @@ CASES: tuple[OpCase, ...] = (
     _loss_case("plain", (6,), 11),
     _loss_case("batched_int32", (2, 3), 33, torch.int32),
     _loss_case("no_tokens", (0,), 11),
+    _linear_loss_case("odd", (7,), 37, 13),
+    _linear_loss_case("batched_int32", (9, 3), 64, 16, torch.int32),
+    _linear_loss_case("one_token", (1,), 11, 8),
+    _linear_loss_case("all_ignored", (5,), 11, 8, ignored="all"),
+    _linear_loss_case("no_tokens", (0,), 11, 8),
     _layout_case("qkv_split", "grouped", {"x": (3, 2, 2 * 5 * 7)}, ("q", "k", "v"), lambda x: _split_qkv(x, 2, 3, 7),
                  groups=2, queries_per_group=3, head_dim=7),
     _layout_case("qkv_merge", "grouped", {"q": (3, 2, 6, 7), "k": (3, 2, 2, 7), "v": (3, 2, 2, 7)}, ("x",), _interleave_qkv),
@@ -407,6 +432,7 @@ LARGE: tuple[OpCase, ...] = (
     _attention_case("no_queries", (2, 0, 4, 64), (2, 8, 4, 64)),
     _attention_case("no_keys", (2, 8, 4, 64), (2, 0, 4, 64)),
     _loss_case("large", (300,), 32001),
+    _linear_loss_case("large", (2, 259), 4104, 264),
 )
 BY_ID = {c.id: c for c in (*CASES, *LARGE)}
 

@@ -250,6 +250,7 @@ def install(monkeypatch) -> list[str]:
     monkeypatch.setattr(fa4_code, "forward_kernel", forward)
     monkeypatch.setattr(fa4_code, "backward_kernels", backward)
     monkeypatch.setattr(fa4_code, "aux", lambda: AUX)
+    monkeypatch.setattr(fa4, "_sm90_wrong_gradient", lambda region, d: None)  # faults that the double does not have
     hosted: dict[str, Entry] = {}
     for e in MANIFEST:
         if e.target.startswith(fa4.__name__):

@@ -131,10 +131,19 @@ class RandomGraph:
         return name
 
     def _loss(self):
-        logits = self.op("linear", x=self.pick(), weight=self.weight(CLASSES, N))
-        targets = torch.randint(0, CLASSES, (B, S), generator=self.gen)
+        x, weight, targets = self.pick(), self.weight(CLASSES, N), torch.randint(0, CLASSES, (B, S), generator=self.gen)
         targets[0, 0] = -100
-        self.extra.append(self.op("cross_entropy", logits=logits, targets=self.new((B, S), integer=targets)))
+        linear, t = self.random.random() < 0.5, self.new((B, S), integer=targets)
+        op = "linear_cross_entropy" if linear else "cross_entropy"
+        ports = {"x": x, "weight": weight} if linear else {"logits": self.op("linear", x=x, weight=weight)}
+        if self.random.random() < 0.5:
+            self.extra.append(self.op(op, targets=t, **ports))
+            return
+        first = self.new((1,), integer=torch.zeros(1, dtype=torch.int64))  # all classes as the shard of a single rank
+        own, hits = self.op("shard_targets", targets=t, first=first, classes=CLASSES)
+        loss, lse = self.builder.op(op, want=("loss", "lse"), targets=own, ignore_index=-1, **ports)
+        stats = self.op("stack_shard", loss=loss, lse=lse)
+        self.extra.append(self.op("shard_loss", stats=stats, targets=t, hits=hits, classes=CLASSES, **ports))
 
     def _collective(self):
         name = self.random.choice(("all_gather", "reduce_scatter", "all_reduce", "group_copy"))

@@ -26,7 +26,7 @@ from .reruns import watching
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "taken.json"
 FROZEN = {
-    "cpu": ("linear/torch", "norm/torch", "attention/torch_cpu", "layout/torch"),
+    "cpu": ("linear/torch", "norm/torch", "attention/torch_cpu", "layout/torch", "loss/chunked"),
     "sm_90": ("linear/torch", "norm/torch", "attention/torch_cudnn", "attention/torch_flash", "layout/torch"),
 }
 Table = dict[str, dict[str, dict[str, str]]]

@@ -48,7 +48,9 @@ def test_commands_and_flags_are_frozen():
         "doctor": ["--json"],
         "explain": ["op", "--shape", "--arch", "--attr", "--policy", "--engine", "--json"],
         "plan": ["recipe", "overrides", "--arch", "--save", "--json"],
+        "tune": ["recipe", "overrides", "--out", "--budget", "--device"],
         "pretrain": ["recipe", "overrides", "--dry-run"],
+        "compare": ["recipe", "a", "b", "overrides", "--json"],
         "data prepare": ["inputs", "--output-prefix", "--tokenizer", "--vocab-size", "--jsonl-key"],
         "complete": ["checkpoint", "prompt", "--max-new-tokens", "--temperature", "--seed"],
         "demo": ["--workdir"],
@@ -238,6 +240,8 @@ importlib.util.find_spec = lambda name, *a: None if name.partition(".")[0] in {n
 
 @pytest.mark.parametrize(("hidden", "arguments", "extras"), [
     (("megatron",), ("pretrain", "gpt_tiny"), ("megatron",)),
+    (("megatron",), ("compare", "gpt_tiny", "auto", "reference"), ("megatron",)),
+    (("tokenizers",), ("compare", "gpt_tiny", "auto", "reference", "data.prefix=d"), ("train",)),
     (("tokenizers", "matplotlib"), ("demo",), ("train",)),
     (("megatron", "tokenizers"), ("complete", "checkpoint", "def"), ("megatron", "train")),
     (("tokenizers",), ("data", "prepare", "a.txt", "--output-prefix", "out"), ("train",)),

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from layerplan.integration.engines import table
-from layerplan.integration.engines.manifest import ALL, MANIFEST
+from layerplan.integration.engines.manifest import ALL, BY_ID, GPUS, MANIFEST
+from layerplan.integration.engines.packages import KNOWN_VERSIONS
+from layerplan.integration.planner import interop
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "FACTS.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "FACTS.md", "INTEROP.md")
 # names of files in other projects or of files that a run makes; everything else must exist here
 ELSEWHERE = ("/megatron/", "megatron/core/", "megatron/training/", "demo_run/", "torch/", "~/", "/proc/")
 SUFFIXES = (".py", ".md", ".toml", ".txt", ".json", ".jsonl", ".png", ".so", ".o", ".sh")
@@ -95,6 +97,38 @@ def test_the_table_is_written_between_its_markers_alone(tmp_path):
 def test_a_text_without_one_pair_of_markers_is_refused(text):
     with pytest.raises(ValueError, match="exactly one"):
         table.updated(text)
+
+
+def test_the_tables_of_interop_are_up_to_date():
+    text = _text("INTEROP.md")
+    assert interop.updated(text) == text, "run python -m layerplan.integration.planner.interop"
+
+
+def test_interop_names_the_versions_that_are_known_and_pinned():
+    rows = {cells[1].strip(): cells[2].strip() for line in _text("INTEROP.md").splitlines() if len(cells := line.split("|")) == 6}
+    pins = dict(line.split("==") for line in _text("constraints.txt").splitlines())
+    for name in ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "megatron-core"):
+        assert rows[name] == pins[name], name
+    assert rows["torch"].split()[0] == pins["torch"] and rows["cuDNN"].split()[0] == ".".join(pins["nvidia-cudnn-cu13"].split(".")[:2])
+    assert rows["Transformer Engine"] == pins["transformer-engine"]
+    assert {name: rows[name] for name in KNOWN_VERSIONS} == KNOWN_VERSIONS
+
+
+def test_interop_asks_every_engine_that_calls_a_package_about_single_ops():
+    asked = {e for engines, _ in interop.FAMILIES.values() for e in engines}
+    chains = {e.id for e in MANIFEST if e.load().patterns}
+    assert {e.id for e in MANIFEST if "quack" in e.needs or "flash_attn.cute.cache_utils" in e.needs} <= asked | chains
+    assert all(BY_ID[e].archs and set(BY_ID[e].archs) & set(GPUS) for e in asked)
+
+
+def test_a_cell_of_interop_says_which_passes_are_offered_where():
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in interop.tables()["attention"].splitlines()]
+    columns = {name: i for i, name in enumerate(rows[0])}
+    cell = {(r[0], name): r[i] for r in rows if len(r) == len(rows[0]) for name, i in columns.items() if name}
+    assert cell["packed sequences", "`attention/torch_cudnn`"] == "no" and cell["packed sequences", "`attention/torch_flash`"] == "fb"
+    assert cell["gradient of the LSE", "`attention/torch_flash`"] == "f"
+    assert cell["sink", "`attention/fa4`"] == "no: sm80 sm89 sm120; fb: sm90 sm100 sm103"
+    assert ["backward: not on the arch", "`attention/fa4`", "sm80 sm89"] in rows
 
 
 def test_the_readmes_python_runs(tmp_path):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from layerplan.integration.engines.arch import ARCHS, GPU_NAMES, Arch
+from layerplan.integration.engines.arch import ARCHS, GPU_NAMES, Arch, memory_gb
 from layerplan.integration.engines.contract import BuildContext, Decline, Offer
 from layerplan.integration.engines.manifest import BY_ID, MANIFEST
 from layerplan.integration.graph.autodiff import differentiate
@@ -184,7 +184,7 @@ def test_what_cpu_engines_launch_has_the_shapes_and_dtypes_of_the_ops_rules(dtyp
                     env[node.output("y")] = env[node.input("x")]
                 else:
                     env |= zip((v for _, v in node.outputs), got, strict=True)
-    assert {e for e, _ in seen} == {"linear/torch", "norm/torch", "attention/torch_cpu", "layout/torch", "reference/eager"}
+    assert {e for e, _ in seen} == {"linear/torch", "norm/torch", "attention/torch_cpu", "layout/torch", "loss/chunked", "reference/eager"}
 
 
 def dataclass_outputs(graph, node):
@@ -209,6 +209,15 @@ def test_a_gpus_name_is_its_arch_however_it_is_spelt():
     assert set(GPU_NAMES.values()) == {a.name for a in ARCHS.values() if a.is_gpu}
     with pytest.raises(ValueError, match=r"'H1000': must be one of sm_80, .* or a GPU's name such as H100; did you mean 'H100'\?"):
         Arch.parse("H1000")
+
+
+def test_a_gpus_memory_is_its_own_and_an_archs_that_of_its_board():
+    assert memory_gb("H100") == ("H100", 80) and memory_gb("NVIDIA H200")[1] == 141 and memory_gb("sm90") == ("H200-SXM", 141)
+    assert memory_gb("cpu") is None
+    assert all(arch.memory_gb == memory_gb(arch.board.removesuffix("-SXM").removesuffix("-80GB"))[1] for arch in ARCHS.values() if arch.is_gpu)
+    assert all(memory_gb(name)[1] > 0 for name in GPU_NAMES)
+    with pytest.raises(ValueError, match="H1000"):
+        memory_gb("H1000")
 
 
 def test_manifest_imports_neither_torch_nor_an_engine():

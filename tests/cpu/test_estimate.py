@@ -6,22 +6,23 @@ import pytest
 import torch
 
 from layerplan.integration.engines.arch import Arch
-from layerplan.recipes import load_recipe
+from layerplan.recipes import RECIPES, load_recipe
 from layerplan.recipes.estimate import estimate_recipe
 
 torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "cpu"])
-@pytest.mark.parametrize("name", ["gpt_tiny", "gpt_125m", "llama3_8b"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_plans_for_every_arch(name, arch):
     found = estimate_recipe(load_recipe(name, []), Arch.parse(arch))
     assert found.step_seconds > 0
     assert all(r["engine"] for g in found.to_json()["graphs"] for r in g["regions"])
 
 
-def test_llama3_8b_never_runs_a_reference_on_hopper():
-    found = estimate_recipe(load_recipe("llama3_8b", []), Arch.parse("sm_90"))
+@pytest.mark.parametrize("name", ["llama3_8b", "llama3_70b"])
+def test_llama3_never_runs_a_reference_on_hopper(name):
+    found = estimate_recipe(load_recipe(name), Arch.parse("sm_90"))
     engines = {r["engine"] for g in found.to_json()["graphs"] for r in g["regions"]}
     assert not any(e.startswith("reference/") for e in engines), engines
 

@@ -17,15 +17,16 @@ import torch
 import layerplan
 from layerplan.integration import ops
 from layerplan.integration.doctor import PACKAGES, VERSIONS
+from layerplan.integration.engines import packages
 from layerplan.integration.engines.manifest import BY_ID, MANIFEST
-from layerplan.integration.engines.packages import locate
+from layerplan.integration.engines.packages import KNOWN_VERSIONS, distribution, locate
 from layerplan.integration.planner import cover
 from layerplan.integration.planner.planner import PlanError
 from layerplan.kernels.pointwise.inductor import InductorPointwise
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {name: module for name, module in PACKAGES.items() if module}
-RIGHT = {name: VERSIONS[name][0] if name in VERSIONS else "1.2.3" for name in PACKAGES} | {"torch": "2.11.0", "triton": "3.6.0"}
+RIGHT = {name: VERSIONS[name][0] if name in VERSIONS else "1.2.3" for name in PACKAGES} | {"torch": "2.11.0", "triton": "3.6.0"} | KNOWN_VERSIONS
 NEEDED = sorted({n for e in MANIFEST for n in e.needs})
 EVERY = sorted({*MODULES.values(), *NEEDED})
 # a machine without a driver, whose Python sees the fakes and the standard library alone
@@ -107,6 +108,13 @@ def test_packages_of_the_right_version_are_there_and_no_problem(ask):
     assert all(e["runs"] for e in facts["engines"] if e["reason"] is None or "no code for" not in e["reason"])
 
 
+def test_the_known_versions_are_those_that_the_extra_installs_and_the_constraints_pin():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    for name, version in KNOWN_VERSIONS.items():
+        assert f"{name}=={version}" in project["optional-dependencies"]["peers"] and f"{name}=={version}" in pins
+
+
 def test_packages_of_a_wrong_version_are_named_with_the_rule_and_the_cure(ask):
     def fill(folder):
         for name in PACKAGES:
@@ -115,7 +123,14 @@ def test_packages_of_a_wrong_version_are_named_with_the_rule_and_the_cure(ask):
         for module in EVERY:
             code(folder, module)
 
-    facts, _ = ask(fill)
+    facts, absent = ask(fill)
+    for entry in MANIFEST:  # only those whose internals are called are held to one version
+        known = [n for n in map(distribution, entry.needs) if n in KNOWN_VERSIONS]
+        for name in known:
+            assert absent[entry.id] == (f"needs {name} {KNOWN_VERSIONS[name]}, whose internal functions it calls; 0.1 is installed: "
+                                        "pip install -c constraints.txt -e '.[peers]'")  # fmt: skip
+            assert KNOWN_VERSIONS[name] in facts["packages"][name]["remark"]
+        assert known or absent[entry.id] is None
     assert {n: r["version"] for n, r in facts["packages"].items()} == {n: "0.20.1" if n == "megatron-core" else "3.5.0" if n == "triton" else "0.1" for n in PACKAGES}
     assert "megatron-core 0.20.1 is installed, layerplan needs >=0.19,<0.20; pip install 'megatron-core>=0.19,<0.20'" in facts["problems"]
     assert "nvidia-cutlass-dsl 0.1 is installed, layerplan needs >=4.8; pip install 'nvidia-cutlass-dsl>=4.8'" in facts["problems"]
@@ -160,7 +175,11 @@ def test_code_without_metadata_is_found_and_said_to_be_of_unknown_version(ask):
     for name in MODULES:
         row = facts["packages"][name]
         assert row["version"] is None and "unknown version" in row["remark"] and "fakes" in row["location"], name
-    assert facts["problems"] == [] and set(absent.values()) == {None}
+    assert facts["problems"] == []
+    for entry in MANIFEST:
+        known = [n for n in map(distribution, entry.needs) if n in KNOWN_VERSIONS]
+        assert known or absent[entry.id] is None
+        assert all(KNOWN_VERSIONS[n] in absent[entry.id] and "no metadata that says its version" in absent[entry.id] for n in known)
 
 
 def test_metadata_without_code_is_a_problem_and_no_install(ask):
@@ -213,6 +232,31 @@ def test_a_package_that_breaks_while_its_engine_is_built_is_an_error_with_the_cu
     with pytest.raises(PlanError, match=r"swiglu: pointwise/inductor cannot be built here: ImportError: libfoo\.so\.7") as caught:
         ops.swiglu(torch.ones(3, 14), engine="pointwise/inductor")
     assert "torch, triton" in str(caught.value) and "layerplan doctor" in str(caught.value)
+
+
+@pytest.mark.parametrize(("package", "op", "shapes"), [
+    ("quack-kernels", "rms_norm", {"x": ((64, 4096), "bfloat16"), "weight": ((4096,), "bfloat16")}),
+    ("flash-attn-4", "sdpa", {p: ((1, 64, 8, 128), "bfloat16") for p in "qkv"}),
+])  # fmt: skip
+def test_the_planner_declines_another_version_of_a_package_with_both_versions_and_takes_the_known_one(monkeypatch, package, op, shapes):
+    rows = [e for e in MANIFEST if op in e.ops and package in map(distribution, e.needs)]
+    assert rows
+    given = {package: "99.1"}
+    monkeypatch.setattr(packages, "locate", lambda module: packages.Place("here", f"{module}.py"))
+    monkeypatch.setattr(packages, "installed_version", lambda name: given.get(name, "1.0"))
+    monkeypatch.setattr(cover, "MANIFEST", tuple(dataclasses.replace(e, trial=False) for e in MANIFEST))
+    packages.absence.cache_clear()
+    try:
+        attrs = {"eps": 1e-5} if op == "rms_norm" else {"causal": True}
+        found = layerplan.explain(op, shapes, "sm_90", **attrs).reasons()
+        for entry in rows:
+            assert f"needs {package} {KNOWN_VERSIONS[package]}" in found[entry.id] and "99.1 is installed" in found[entry.id]
+        given[package] = f"{KNOWN_VERSIONS[package]}+cu130"  # a local build of the known version is that version
+        packages.absence.cache_clear()
+        found = layerplan.explain(op, shapes, "sm_90", **attrs)
+        assert all(next(c for c in found.candidates if c.engine == e.id).offer is not None for e in rows)
+    finally:
+        packages.absence.cache_clear()
 
 
 def test_an_engine_whose_module_cannot_be_imported_declines_with_the_reason(monkeypatch):

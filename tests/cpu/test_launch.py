@@ -87,7 +87,7 @@ def test_rank_0_speaks_at_once_and_another_only_if_it_is_still_there_later(monke
 
 @pytest.mark.parametrize(("recipe", "overrides", "steps"), [
     ("gpt_tiny", [], 40), ("gpt_tiny", ["train.steps=10"], 1), ("gpt_tiny", ["train.steps=3"], 0), ("gpt_tiny", ["schedule.decay_steps=200"], 20),
-    ("gpt_125m", [], 100), ("gpt_125m", ["train.steps=500"], 50), ("llama3_8b", [], 2000), ("gpt_tiny", ["schedule.warmup_steps=0"], 0),
+    ("gpt_125m", [], 100), ("gpt_125m", ["train.steps=500"], 50), ("llama3_8b", [], 2000), ("llama3_70b", ["train.steps=20"], 2000), ("gpt_tiny", ["schedule.warmup_steps=0"], 0),
     ("gpt_125m", ["schedule.warmup_steps=7"], 7), ("gpt_125m", ["schedule.warmup_steps=none"], 100),
 ])  # fmt: skip
 def test_warm_up_is_what_is_asked_for_or_a_tenth_of_the_decay(recipe, overrides, steps):

@@ -116,6 +116,7 @@ SIGNATURES = {
     "squared_relu": GATED.replace("gate_up", "x"),
     "bias_dropout_add": f"x residual * bias=None p=0.0 rng=None {ENGINE}",
     "cross_entropy": f"logits targets * ignore_index=-100 {ENGINE}",
+    "linear_cross_entropy": f"x w targets * ignore_index=-100 {ENGINE}",
     "attention": "q k v * causal window=(None,None) sink=None softmax_scale=None cu_seqlens_q=None cu_seqlens_k=None max_seqlen_q=None "
                  f"max_seqlen_k=None return_lse=False rng=None dropout=0.0 mask=None layout=None {ENGINE}",
 }  # fmt: skip

@@ -70,7 +70,7 @@ def built(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_the_public_names_are_frozen():
-    assert layerplan.__all__ == ["Arch", "Policy", "__version__", "apply_policy", "explain", "ops", "plan", "report"]
+    assert layerplan.__all__ == ["Arch", "Policy", "__version__", "apply_policy", "compare", "explain", "ops", "plan", "report"]
     assert len(layerplan.__all__) <= 10
     assert dir(layerplan) == sorted(layerplan.__all__)
 

@@ -172,7 +172,7 @@ def test_a_longer_pinned_region_is_found_though_the_engine_would_now_take_single
     pins = pins_of([plan(graph, SM90)])
     engine = type(BY_ID["pointwise/inductor"].load())
     match = engine.match
-    monkeypatch.setattr("layerplan.integration.planner.planner.grow", lambda graph, seed, *a, **k: [seed])
+    monkeypatch.setattr("layerplan.integration.planner.rank.grow", lambda graph, seed, *a, **k: [seed])
     assert len(cover_of(plan(graph, SM90))[0]) == 3
     assert cover_of(plan(graph, SM90, pins=pins)) == [[(("bias_dropout_add", "rms_norm", "squared_relu"), "pointwise/inductor")]]
     monkeypatch.setattr(engine, "match", lambda self, r, a: Decline("only one node") if len(r.ops) > 1 else match(self, r, a))
@@ -184,9 +184,9 @@ def test_a_longer_pinned_region_is_found_though_the_engine_would_now_take_single
 def test_random_graphs_are_covered_as_their_pins_say_when_ranking_and_grouping_have_changed(arch, monkeypatch):
     graphs = [RandomGraph(seed, ops=14, dtype="bfloat16", symbolic=True) for seed in range(40)]
     before = [plan(r.graph, ARCHS[arch], needs_grad=r.needs) for r in graphs]
-    predicted = contract.Region.predicted_seconds
-    monkeypatch.setattr(contract.Region, "predicted_seconds", lambda self, offer, arch: 1 / predicted(self, offer, arch))
-    monkeypatch.setattr("layerplan.integration.planner.planner.grow", lambda *a, **k: grow(*a, 3, **k))
+    seconds = Offer.seconds
+    monkeypatch.setattr(Offer, "seconds", lambda self, roofline: 1 / seconds(self, roofline))
+    monkeypatch.setattr("layerplan.integration.planner.rank.grow", lambda *a, **k: grow(*a, 3, **k))
     changed = [plan(r.graph, ARCHS[arch], needs_grad=r.needs) for r in graphs]
     assert sum(cover_of(a) != cover_of(b) for a, b in zip(before, changed, strict=True)) > 20, "otherwise the pins change nothing"
     for r, old in zip(graphs, before, strict=True):

@@ -143,7 +143,7 @@ def test_every_graph_of_the_estimate_belongs_to_modules_that_patterns_can_name()
     names = set(module_names(recipe))
     for graph in estimate_recipe(recipe, Arch.parse("cpu")).graphs:
         assert set(modules_of(recipe, graph.kind)) <= names, graph.name
-    assert len(names) == 2 * recipe.model.num_layers + 1
+    assert len(names) == 2 * recipe.model.num_layers + 2
 
 
 # ---- the environment ------------------------------------------------------------------------------------------------

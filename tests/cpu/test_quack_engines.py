@@ -173,24 +173,6 @@ def test_linear_with_swiglu_declines_what_its_epilogue_lacks_with_reason():
     declines(e, linear(), "with the swiglu")
 
 
-def test_another_version_of_the_package_is_declined_with_both_versions(monkeypatch):
-    from layerplan.kernels.common import quack
-
-    monkeypatch.setattr(quack.importlib.metadata, "version", lambda name: "0.7.0")
-    quack.version_reason.cache_clear()
-    try:
-        for e, graph in (
-            ("norm/quack", norm()),
-            ("loss/quack", loss()),
-            ("rope/quack", rope()),
-            ("linear/quack", linear()),
-            ("linear_swiglu/quack", swiglu_chain()),
-        ):
-            declines(e, graph, "0.6.5", "0.7.0")
-    finally:
-        quack.version_reason.cache_clear()
-
-
 @pytest.mark.skipif(locate("quack").here, reason="the package is installed")
 def test_without_the_package_every_engine_names_it():
     for graph in (norm(), loss(), rope(), linear()):

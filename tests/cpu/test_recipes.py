@@ -12,7 +12,7 @@ import pytest
 
 from layerplan.recipes import RECIPES, Recipe, RecipeError, apply_overrides, describe, load_recipe
 from layerplan.recipes.config import folder_problems
-from layerplan.recipes.size import flops_per_token, memory_estimate, parameter_count
+from layerplan.recipes.size import flops_per_token, memory_estimate, memory_fit, parameter_count
 
 
 def problems_of(name: str, *overrides: str) -> dict[str, str]:
@@ -184,8 +184,28 @@ def test_the_number_of_ranks_must_fit_the_layout_and_the_batch():
     assert recipe.validate_world(4) == []
 
 
+@pytest.mark.parametrize(("name", "world", "remedy"), [
+    ("llama3_8b", 1, "a multiple of 2 ranks, or set parallel.tensor=1 parallel.sequence=false"),
+    ("llama3_70b", 1, "a multiple of 32 ranks, or set parallel.tensor=1 parallel.pipeline=1 parallel.sequence=false"),
+    ("llama3_70b", 8, "a multiple of 32 ranks, or set parallel.pipeline=1"), ("llama3_70b", 12, "a multiple of 32 ranks, or set parallel.tensor=4 parallel.pipeline=1"),
+    ("llama3_70b", 3, "a multiple of 32 ranks, or set parallel.tensor=1 parallel.pipeline=1 parallel.sequence=false"),
+])  # fmt: skip
+def test_too_few_ranks_are_told_the_overrides_that_fit_them(name, world, remedy):
+    (problem,) = load_recipe(name).validate_world(world)
+    assert problem.remedy == f"start {remedy}"
+    changes = [word for word in problem.remedy.split() if word.startswith("parallel.")]
+    assert all("divide the number of ranks" not in p.rule for p in load_recipe(name, changes).validate_world(world))
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "llama3_70b"])
+def test_a_short_try_of_a_long_recipe_needs_no_other_schedule_and_is_its_beginning(name):
+    short, whole = load_recipe(name, ["train.steps=20"]), load_recipe(name)
+    assert (short.warmup_steps, short.decay_steps) == (whole.warmup_steps, whole.decay_steps) == (2000, whole.train.steps)
+
+
 def test_parameter_counts_are_those_of_the_published_models():
     assert parameter_count(load_recipe("llama3_8b")) == 8_030_261_248
+    assert parameter_count(load_recipe("llama3_70b")) == 70_553_706_496
     untied = dataclasses.replace(load_recipe("gpt_125m").model, tie_embeddings=False)
     recipe = load_recipe("gpt_125m")
     tied = parameter_count(recipe)
@@ -210,6 +230,20 @@ def test_memory_falls_with_ranks_and_with_recomputation():
     assert memory_estimate(load_recipe("llama3_8b"), 16).optimizer == pytest.approx(plain.optimizer / 8, rel=1e-6)
     assert memory_estimate(load_recipe("llama3_8b", ["plan.recompute=full"])).activations < plain.activations / 5
     assert plain.total == plain.weights + plain.gradients + plain.optimizer + plain.activations + plain.logits
+
+
+def test_a_recipe_that_does_not_fit_a_gpu_says_each_single_change_that_makes_it_fit():
+    recipe = load_recipe("llama3_8b")
+    need = memory_estimate(recipe).total / 2**30
+    assert memory_fit(recipe, "H200", 141) == f"H200 has 141 GiB: {141 - need:.0f} are left for the CUDA context, communication buffers and fragmentation"
+    text = memory_fit(recipe, "A100", 80)
+    assert text.startswith("it does not fit A100, which has 80 GiB; it does with 4 ranks (2 replicas share the optimiser's state)")
+    assert text.endswith(", or plan.recompute=full, or parallel.pipeline=2")
+    for changes in (["plan.recompute=full"], ["parallel.pipeline=2"]):
+        assert memory_estimate(load_recipe("llama3_8b", changes)).total < 80 * 2**30 < memory_estimate(recipe).total
+    assert memory_estimate(recipe, 4).total < 80 * 2**30
+    assert "80 GiB: 2" in memory_fit(load_recipe("llama3_70b"), "H100", 80), "it fits the smallest GPU of its kind"
+    assert "raise parallel.tensor as well" in memory_fit(load_recipe("llama3_70b"), "toy", 1)
 
 
 def test_recipes_import_neither_torch_nor_megatron():

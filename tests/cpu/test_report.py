@@ -25,6 +25,8 @@ NORM = {"x": ((4096, 1024), "bfloat16"), "weight": ((1024,), "bfloat16")}
 class Mlp(PlannedModule):
     """A gated MLP as one plan, with a sink for its weight gradients."""
 
+    boundary = "the residual add"
+
     def __init__(self, fuse=False):
         super().__init__()
         self.fc1, self.fc2 = (torch.nn.Parameter(torch.randn(s)) for s in ((16, 8), (8, 8)))
@@ -118,17 +120,20 @@ def test_text_of_a_report_folds_layers_that_run_alike_and_lists_every_decline(st
     assert "has no code for cpu" in decline and "(layers.0-2.core)" in decline
     assert "spare: has not run yet" in lines
     assert any(line == "not run by layerplan: embedding (Embedding)" for line in lines)
+    assert any(line == "between plans: layers.0-2.mlp (the residual add)" for line in lines)
     assert "predictions" in lines[-1]
 
 
 def test_json_of_a_report_holds_every_row_with_its_declines(stepped):
     _, found = stepped
     data = json.loads(json.dumps(found.to_json()))
-    assert set(data) == {"rows", "not_run", "others"} and len(data["rows"]) == len(found.rows)
-    assert set(data["rows"][0]) == {"module", "kind", "direction", "ops", "arch", "engine", "policy", "why", "declined", "predicted_us", "share"}
+    assert set(data) == {"rows", "not_run", "others", "boundaries"} and len(data["rows"]) == len(found.rows)
+    assert set(data["rows"][0]) == {"module", "kind", "direction", "ops", "arch", "engine", "policy", "why", "declined", "predicted_us",
+                                    "measured_us", "share"}  # fmt: skip
     row = next(r for r in data["rows"] if r["module"] == "layers.0.core")
     assert row["kind"] == "Core" and {"engine", "reason"} == set(row["declined"][0])
     assert data["others"] == [{"module": "embedding", "class": "Embedding"}]
+    assert data["boundaries"] == [{"module": f"layers.{i}.mlp", "left": "the residual add"} for i in range(3)]
 
 
 def test_a_report_shows_the_backward_that_ran_not_the_one_that_was_planned():

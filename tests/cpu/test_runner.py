@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from layerplan.integration import ops
 from layerplan.integration.graph.ir import GraphBuilder
+from layerplan.integration.planner import program
 from layerplan.integration.planner.policy import Policy
 from layerplan.integration.planner.runner import Runner, WeightGrads
 from layerplan.integration.planner.shapes import SpecMaker
@@ -297,3 +299,41 @@ def test_meta_tensors_run_through_the_references():
 def test_wrong_number_of_tensors_is_named():
     with pytest.raises(TypeError, match="takes 3 tensors"):
         mlp_runner()(batch())
+
+
+def test_backward_frees_each_saved_tensor_after_its_last_reader(monkeypatch):
+    """In front of the last weight gradient the activation and its argument are gone, though autograd's node is still
+    running."""
+    alive: dict[tuple[str, ...], list[bool]] = {}
+    saved: list[StorageWeakRef] = []
+
+    original = program.compiled_launch
+    monkeypatch.setattr(program, "compiled_launch", lambda region, arch: _watching(original, region, arch, alive, saved))
+    x, w1, w2 = (torch.randn(s, requires_grad=True) for s in ((6, 8), (16, 8), (8, 8)))
+    y = Runner(mlp, ("x", "w1", "w2"), policy=Policy("reference"))(x, w1, w2)
+    own = {t.data_ptr() for t in (x, w1, w2)}
+    saved += [StorageWeakRef(t.untyped_storage()) for t in y.grad_fn.saved_tensors if t.data_ptr() not in own]
+    assert len(saved) == 2, "the argument and the result of the activation"
+    y.sum().backward()
+    assert alive[("linear_dgrad",)] == [True, False] and alive[("linear_wgrad",)] == [True, False]
+
+
+def _watching(compiled, region, arch, alive, saved):
+    launch = compiled(region, arch)
+
+    def run(*tensors):
+        alive.setdefault(region.ops, []).append(any(not ref.expired() for ref in saved))
+        return launch(*tensors)
+
+    return run
+
+
+def test_a_retained_graph_runs_backward_twice():
+    x, w1, w2 = (torch.randn(s, requires_grad=True) for s in ((6, 8), (16, 8), (8, 8)))
+    y = Runner(mlp, ("x", "w1", "w2"), policy=Policy("reference"))(x, w1, w2).sum()
+    first = torch.autograd.grad(y, (x, w1, w2), retain_graph=True)
+    second = torch.autograd.grad(y, (x, w1, w2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, (x, w1, w2))

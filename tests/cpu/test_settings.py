@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_list_of_variables_is_frozen():
     assert tuple(VARIABLES) == (
-        "LAYERPLAN_CHECK", "LAYERPLAN_POLICY", "LAYERPLAN_DETERMINISTIC", "LAYERPLAN_LOG",
+        "LAYERPLAN_CHECK", "LAYERPLAN_POLICY", "LAYERPLAN_DETERMINISTIC", "LAYERPLAN_LOG", "LAYERPLAN_RECORDS", "LAYERPLAN_NVTX",
     )  # fmt: skip
 
 
@@ -47,15 +47,15 @@ def test_every_variable_has_a_field_and_every_field_a_variable():
 def test_nothing_set_gives_the_defaults():
     made = Settings.from_env({"HOME": "/somewhere", "PATH": ""})
     assert made == Settings()
-    assert (made.check, made.policy, made.deterministic, made.log) == (False, "auto", False, "warning")
+    assert (made.check, made.policy, made.deterministic, made.log, made.nvtx) == (False, "auto", False, "warning", False) and made.records is None
 
 
 def test_values_are_typed():
     made = Settings.from_env({
         "LAYERPLAN_CHECK": "1", "LAYERPLAN_POLICY": "Strict", "LAYERPLAN_DETERMINISTIC": " yes ",
-        "LAYERPLAN_LOG": "DEBUG",
+        "LAYERPLAN_LOG": "DEBUG", "LAYERPLAN_NVTX": "on", "LAYERPLAN_RECORDS": " a.json ",
     })  # fmt: skip
-    assert made == Settings(check=True, policy="strict", deterministic=True, log="debug")
+    assert made == Settings(check=True, policy="strict", deterministic=True, log="debug", nvtx=True, records="a.json")
 
 
 @pytest.mark.parametrize("value", ["0", "false", "no", "off", "OFF", ""])
@@ -73,6 +73,7 @@ def test_a_variable_set_to_nothing_counts_as_unset(name):
     ("LAYERPLAN_DETERMINISTIC", "2", "1, true"),
     ("LAYERPLAN_POLICY", "fastest", "auto, strict, reference"),
     ("LAYERPLAN_LOG", "loud", "debug, info, warning, error"),
+    ("LAYERPLAN_NVTX", "maybe", "1, true"),
 ])  # fmt: skip
 def test_a_wrong_value_names_variable_value_and_what_is_allowed(name, value, allowed):
     with pytest.raises(SettingsError) as error:

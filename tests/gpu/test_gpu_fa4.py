@@ -34,7 +34,11 @@ CASES = [
     _attention_case("one_query", (3, 1, 8, 128), (3, 700, 2, 128), causal=True),
     *(_attention_case(f"d_{d}", (1, 300, 4, d), (1, 300, 2, d), causal=True) for d in (8, 40, 72, 96, 104, 160, 192, 208, 256)),
     _attention_case("mla", (1, 520, 4, 192), (1, 520, 4, 192), 128, causal=True),
-    _attention_case("small_values", (1, 300, 4, 128), (1, 300, 4, 128), 64),
+    _attention_case("small_values", (1, 300, 4, 128), (1, 300, 4, 128), 64, causal=True),
+    _attention_case("no_mask_128", (1, 300, 4, 128), (1, 300, 4, 128)),
+    _attention_case("no_mask_96", (1, 300, 4, 96), (1, 300, 4, 96)),
+    _attention_case("no_mask_192", (1, 300, 4, 192), (1, 300, 4, 192)),
+    _attention_case("d_80_packed", (300, 4, 80), (300, 4, 80), cu=([0, 100, 290], [0, 150, 300]), causal=True),
     _attention_case("packed_sink", (700, 8, 64), (700, 2, 64), cu=([0, 130, 131, 500, 640], [0, 130, 131, 500, 640]), causal=True, sink=True, lse=False),
     _attention_case("packed_window", (700, 4, 128), (900, 4, 128), cu=([0, 200, 200, 700], [0, 300, 301, 880]), causal=True, window=(90, None)),
     _attention_case("packed_d_256", (400, 4, 256), (400, 2, 256), cu=([0, 3, 250, 400], [0, 3, 250, 400]), causal=True),
@@ -79,7 +83,8 @@ def hold_sink(case, device, engine):
     (truth,) = torch.autograd.grad(out, exact["sink"], dout.double())
     spread, _ = plain(case, {**exact, "v": exact["v"].abs()})
     per_row = (dout.double().abs() * spread).sum(-1).transpose(-1, -2)  # as the LSE: [b, h, s] or [h, t]
-    p_sink = torch.exp(exact["sink"].unsqueeze(-1) - lse)
+    # rows that belong to no segment have no weights: their LSE is -inf
+    p_sink = torch.where(lse.isinf(), 0.0, torch.exp(exact["sink"].unsqueeze(-1) - lse))
     bound = (p_sink * per_row).sum(-1).reshape(-1, truth.numel()).sum(0) * 2**-7
     t = {n: x.to(device).requires_grad_(n == "sink") for n, x in inputs.items()}
     got = case.ours(t, engine=engine)[0]

@@ -124,11 +124,12 @@ class Run:
 
 
 def build(config: Any = None, spec: Any = None, *, distributed_optimizer: bool = False, overlap: bool = False,
-          all_data: bool = False, **optimizer: Any) -> Run:  # fmt: skip
-    """A filled model, wrapped, with its optimiser. `all_data`: every data-parallel rank runs all micro-batches."""
+          all_data: bool = False, make: Any = GPTModel, **optimizer: Any) -> Run:  # fmt: skip
+    """A filled model, wrapped, with its optimiser. `all_data`: every data-parallel rank runs all micro-batches; `make`: GPTModel
+    or what takes its arguments."""
     config = config or dense_config()
     spec = spec or get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    gpt = GPTModel(
+    gpt = make(
         config, spec, vocab_size=VOCAB, max_sequence_length=LENGTH,
         position_embedding_type="none" if config.multi_latent_attention else "rope", share_embeddings_and_output_weights=False,
         pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage(),

@@ -13,6 +13,7 @@ import torch
 
 warnings.filterwarnings("ignore")
 
+from megatron.core.fusions import fused_bias_dropout  # noqa: E402
 from megatron.core.models import backends  # noqa: E402
 from megatron.core.optimizer import distrib_optimizer  # noqa: E402
 from megatron.core.tensor_parallel import layers, random  # noqa: E402
@@ -107,6 +108,12 @@ SIGNATURES = {
         "config! submodules! layer_number hidden_dropout pg_collection vp_stage is_mtp_layer add_layer_offset "
         "pp_layer_offset name",
     ),
+    "layer._forward_attention": (
+        transformer_layer.TransformerLayer._forward_attention,
+        "hidden_states! attention_mask context context_mask rotary_pos_emb rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin "
+        "attention_bias inference_context packed_seq_params sequence_len_offset padding_mask * inference_params",
+    ),
+    "bias-dropout-add": (fused_bias_dropout.get_bias_dropout_add, "training! fused!"),
 }
 # What MLA builds as duplicated linears; the class itself cannot be inspected without Transformer Engine.
 TE_LINEAR = (

@@ -27,11 +27,12 @@ def _model(kind, fuse, defer, zeros):
 
     layout()
     up = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
-    config = dense_config() if kind == "dense" else _mla_config(**(up if "recompute" in kind else {}))
+    config = dense_config() if kind.startswith("dense") else _mla_config(**(up if "recompute" in kind else {}))
     config.gradient_accumulation_fusion = fuse
     config.delay_wgrad_compute = defer  # past __post_init__, which wants Transformer Engine and expert overlap for it
-    gpt = GPTModel(config, gpt_block_spec(config), vocab_size=VOCAB, max_sequence_length=LENGTH, share_embeddings_and_output_weights=False,
-                   position_embedding_type="rope" if kind == "dense" else "none")  # fmt: skip
+    spec = gpt_block_spec(config, fuse_residual=kind == "dense residual")
+    gpt = GPTModel(config, spec, vocab_size=VOCAB, max_sequence_length=LENGTH, share_embeddings_and_output_weights=False,
+                   position_embedding_type="rope" if kind.startswith("dense") else "none")  # fmt: skip
     fill(gpt)
     for p in gpt.parameters():
         p.zero_out_wgrad = zeros
@@ -88,7 +89,7 @@ def _gradients():
         return {f"{kind}, {way}": _backward(kind, **fields) for kind in KINDS for way, fields in WAYS.items()}
 
 
-KINDS = ["dense", "mla", "mla recompute"]
+KINDS = ["dense", "dense residual", "mla", "mla recompute"]
 ROWS = [(kind, way) for kind in KINDS for way in WAYS]
 
 

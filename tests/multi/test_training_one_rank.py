@@ -201,7 +201,7 @@ def test_a_clipped_update_is_as_long_as_the_clipped_gradient_says_and_the_norm_i
 # ---- fused weight gradients, evaluation ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["fp32", "bf16", "tied", "megatron_local"])
+@pytest.mark.parametrize("case", ["fp32", "bf16", "tied", "chunked", "megatron_local"])
 def test_weight_gradients_added_within_the_product_change_no_loss(result, case):
     """The sums are those of the separate product and addition, which BLAS may round once instead of twice: 1e-6 relative in
     fp32. In bf16 the separate product is rounded to bf16 first, a relative 2^-8 of each micro-batch's gradient: over five steps the

@@ -140,7 +140,9 @@ def test_a_dry_run_says_what_the_run_would_be_and_refuses_what_it_cannot_be(tmp_
     with started(["-c", code, str(tmp_path / "pins.json")], log) as process:
         assert process.wait(LIMIT_S) == 0, log.read_text()[-4000:]
     said = log.read_text()
-    assert "parameters  8,030,261,248" in said and "memory      about 87." in said
+    assert "parameters  8,030,261,248" in said and "memory      about 86." in said and "GPU         H200-SXM has 141 GiB: 5" in said
+    assert "schedule    rate up to 0.0003 in 2,000 steps, cosine to 3e-05 at step 100,000\n" in said
+    assert "GPU         none here: plan.arch=H100" in said
     assert "did you mean train.steps?" in said and "optimizer.lr = 'x': must be a finite number" in said
     assert "/nowhere/x.idx: no such file" in said and "/nowhere/x.tokenizer.json" not in said and "plan.file = '/nowhere/p.json': no such file" in said
     assert "validation  off" in said and "validation  every 50 steps on 8 batches = 64 sequences" in said

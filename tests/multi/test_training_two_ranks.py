@@ -42,7 +42,17 @@ def test_too_little_validation_data_and_rank_0s_broken_plan_file_stop_every_rank
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2"])
 def test_a_plan_file_made_without_a_model_names_every_region_of_every_rank(results, layout):
-    assert results[1][0]["plan_made"][layout] == []  # rank 0 speaks for all
+    assert [line for line in results[1][0]["plan_made"][layout] if "digest" not in line] == []  # rank 0 speaks for all
+
+
+def test_the_digest_is_said_once_at_the_start_and_stands_in_the_first_row_of_each_start(results):
+    for layout in LAYOUTS:
+        said = [[line for line in rank[layout]["said"] if "digest" in line] for rank in results[1]]
+        assert len(said[0]) == 1 and said[0][0].endswith(", the same on 2 ranks") and not said[1]
+        # the folder's first two steps are those of the one rank that it was copied from
+        begun = [row for row in results[1][0][layout]["metrics"] if "digest" in row]
+        assert [row["step"] for row in begun][:2] == [1, 3] and begun[1]["digest"].startswith(said[0][0].partition("digest ")[2][:12])
+        assert begun[0]["digest"] != begun[1]["digest"]  # plan.file is the checkpoint's from the second start on
 
 
 def test_ranks_that_would_plan_or_train_otherwise_stop_all_with_each_field_and_rank(results):

@@ -14,6 +14,7 @@ MATCHING = {
     "fp32": (), "bf16": ("precision.dtype=bf16",), "dropout": DROPOUT, "unfused": ("plan.gradient_accumulation_fusion=false",),
     "biases": ("model.normalization=LayerNorm", "model.activation=gelu", "model.linear_bias=true", "model.qk_norm=true"),
     "recompute": ("plan.recompute=selective", "plan.recompute_modules=layernorm,core_attn"),
+    "chunked": ("plan.loss=chunked",), "megatron_loss": ("plan.loss=megatron",),
 }  # fmt: skip
 """Recipes whose plans made without a model must name every region that training them runs."""
 
@@ -130,7 +131,7 @@ def fused_weight_gradients(prefix: str) -> dict:
 
         return run(recipe_of(prefix, None, *DROPOUT, *extra), change=change) | {"added": added}
 
-    cases = {"fp32": (), "bf16": ("precision.dtype=bf16",), "tied": ("model.tie_embeddings=true",), "megatron_local": ("plan.layers=megatron_local",)}
+    cases = {"fp32": (), "bf16": ("precision.dtype=bf16",), "tied": ("model.tie_embeddings=true",), "chunked": ("plan.loss=chunked",), "megatron_local": ("plan.layers=megatron_local",)}
     off = "plan.gradient_accumulation_fusion=false"
     return {name: {"fused": counted(*extra), "plain": counted(*extra, off)} for name, extra in cases.items()}
 

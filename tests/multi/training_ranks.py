@@ -410,7 +410,7 @@ def start(folder: str) -> dict:
 def other_settings(**changes):
     import dataclasses
 
-    from layerplan.integration.training import agreement
+    from layerplan.integration.planner import agreement
 
     kept = agreement.settings
     agreement.settings = lambda: dataclasses.replace(kept(), **changes)
@@ -434,6 +434,8 @@ def two_ranks(folder: str, prefix: str) -> dict:
             shutil.copytree(work / "start", directory)
         dist.barrier()
         result[name] = run(recipe_of(prefix, str(directory), *EVALUATED, *extra))
+        dist.barrier()  # the last stage writes them
+        result[name]["metrics"] = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         if name not in BITWISE:
             continue
         keep = "checkpoint.keep=9"  # step 5's must still be there for the straight run

@@ -24,9 +24,9 @@ def _split_infer(specs, attrs):
 
 def _split_reference(t, attrs, want):
     x, g, n, d = t["x"], attrs["groups"], attrs["queries_per_group"], attrs["head_dim"]
-    mixed = x.reshape(*x.shape[:-1], g, (n + 2) * d)
-    q, k, v = mixed.split([n * d, d, d], dim=-1)
-    return {"q": q.reshape(*x.shape[:-1], g * n, d), "k": k, "v": v}
+    mixed = x.reshape(*x.shape[:-1], g, n + 2, d)
+    q = mixed.narrow(-2, 0, n).reshape(*x.shape[:-1], g * n, d)
+    return {"q": q, "k": mixed.select(-2, n), "v": mixed.select(-2, n + 1)}
 
 
 def _split_gradient(g):
@@ -46,10 +46,9 @@ def _merge_infer(specs, attrs):
 
 def _merge_reference(t, attrs, want):
     q, k, v = t["q"], t["k"], t["v"]
-    g = k.shape[-2]
-    lead = q.shape[:-2]
-    mixed = torch.cat((q.reshape(*lead, g, -1), k, v), dim=-1)
-    return {"x": mixed.reshape(*lead, g * mixed.shape[-1])}
+    lead, g, d = q.shape[:-2], *k.shape[-2:]
+    mixed = torch.cat((q.reshape(*lead, g, q.shape[-2] // g, d), k.reshape(*lead, g, 1, d), v.reshape(*lead, g, 1, d)), dim=-2)
+    return {"x": mixed.reshape(*lead, (q.shape[-2] + 2 * g) * d)}
 
 
 def _merge_gradient(g):

@@ -110,6 +110,8 @@ def _bwd_infer(op: str):
     def infer(specs, attrs):
         x = specs["x"]
         same_shape(op, "dy", specs["dy"], x)
+        if "dresidual" in specs:
+            same_shape(op, "dresidual", specs["dresidual"], x)
         out = {"dx": x}
         if "weight" in specs:
             out["dweight"] = specs["weight"]
@@ -159,6 +161,7 @@ def _ops(name: str, rms: bool):
     yield Op(
         f"{name}_bwd", ports("dy", "x", "weight?", *bwd_stats, "dresidual?"), ports("dx?", "dweight?", "dbias?"),
         _bwd_infer(f"{name}_bwd"), _bwd_reference(rms), attrs={"zero_centered": False, "bias_dtype": None}, kind="norm",
+        addends={"dx": "dresidual"},
         flops=lambda i, o, a: 10 * i["x"].numel(),
     )  # fmt: skip
 

@@ -54,7 +54,9 @@ class Op:
     kind: str = "pointwise"  # pointwise | norm | reduction | matmul | attention | loss | layout | collective
     differentiable: frozenset[str] | None = None  # input ports that can receive a gradient; None: every float port
     constant_outputs: frozenset[str] = frozenset()  # outputs that pass no gradient on; autograd is told so
+    gradient_only: frozenset[str] = frozenset()  # input ports that are read by the gradient alone, never by the op
     aliases: bool = False  # outputs may be views of inputs
+    addends: Mapping[str, str] = dataclasses.field(default_factory=dict)  # output port -> optional input port that is added to it
 
     @functools.cached_property
     def required_outputs(self) -> frozenset[str]:
@@ -100,7 +102,8 @@ class Op:
     def cost(self, inputs: Specs, outputs: Specs, attrs: dict[str, Any]) -> tuple[int, int]:
         """(flops, bytes), bytes = every operand once, symbolic dims at their hint. Without a rule of its own an op computes
         each element of its outputs once, and nothing where it only moves values (kind ``layout``)."""
-        nbytes = 0 if self.aliases else sum(s.nbytes() for s in inputs.values()) + sum(s.nbytes() for s in outputs.values())
+        read = [s for p, s in inputs.items() if p not in self.gradient_only]
+        nbytes = 0 if self.aliases else sum(s.nbytes() for s in (*read, *outputs.values()))
         if self.flops is not None:
             return self.flops(inputs, outputs, attrs), nbytes
         return 0 if self.kind == "layout" else sum(s.numel() for s in outputs.values()), nbytes

@@ -1,0 +1,184 @@
+"""A two-layer block of Llama-3-8B's dims, bf16, sequence 8192: our layers beside Transformer Engine's, in one run.
+
+    python tests/bench/block.py [--impl layerplan,layerplan+residual,te] [--trial ENGINE ...] [--pins FILE] [--out FILE] [--profile]
+
+Both are Megatron's TransformerBlock; Transformer Engine runs with rope fusion, as fast as Megatron has it. Steps take
+turns, so that clocks and temperature are shared. A step is forward and backward with gradients dropped afterwards.
+``idle_share``: the part of a step in which no kernel runs. ``--profile`` adds kernel times by name. Peak memory is that
+of the implementation's own steps, its parameters and the input included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from host_cost import environment
+
+LLAMA8B = dict(hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, kv_channels=128)
+SEQUENCE, BATCH, LAYERS = 8192, 1, 2
+
+
+def config(**over):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=LAYERS, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, normalization="RMSNorm",
+        add_bias_linear=False, gated_linear_unit=True, activation_func=torch.nn.functional.silu, hidden_dropout=0.0,
+        attention_dropout=0.0, gradient_accumulation_fusion=False, perform_initialization=True, **LLAMA8B, **over,
+    )  # fmt: skip
+
+
+def te_block():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    c = config(apply_rope_fusion=True, bias_dropout_fusion=True, bias_activation_fusion=True, masked_softmax_fusion=True)
+    return TransformerBlock(c, get_gpt_layer_with_transformer_engine_spec(), pre_process=True, post_process=False)
+
+
+def layerplan_block(pins: str | None, residual: bool):
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    from layerplan.integration.megatron.specs import gpt_block_spec
+    from layerplan.modules.base import apply_policy
+
+    c = config(transformer_impl="local", bias_dropout_fusion=True, bias_activation_fusion=False)
+    spec = gpt_block_spec(c, **({"fuse_residual": True} if residual else {}))
+    block = TransformerBlock(c, spec, pre_process=True, post_process=False)
+    if pins:
+        apply_policy(block, "auto", pins=pins)
+    return block
+
+
+def make(block, x, grad):
+    """A step of one implementation, and its forward alone."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    rope = RotaryEmbedding(LLAMA8B["kv_channels"], rotary_percent=1.0)(SEQUENCE)
+    parameters = list(block.parameters())
+
+    def forward():
+        return block(hidden_states=x, attention_mask=None, rotary_pos_emb=rope)
+
+    def step():
+        forward().backward(grad)
+        for p in parameters:
+            p.grad = None
+        x.grad = None
+
+    return SimpleNamespace(block=block, forward=forward, step=step, step_ms=[], forward_ms=[])
+
+
+def milliseconds(f) -> float:
+    a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    a.record()
+    f()
+    b.record()
+    torch.cuda.synchronize()
+    return a.elapsed_time(b)
+
+
+def kernels(step, n: int = 4) -> tuple[list[dict], float, float]:
+    """(time per kernel name and step, busy ms a step, wall ms a step) from the profiler."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as p:
+        for _ in range(n):
+            step()
+        torch.cuda.synchronize()
+    events = [e for e in p.events() if e.device_type == DeviceType.CUDA]
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+    busy, end = 0.0, 0.0
+    for a, b in spans:
+        busy += max(0.0, b - max(a, end))
+        end = max(end, b)
+    rows: dict[str, list[float]] = {}
+    for e in events:
+        rows.setdefault(e.name, []).append(e.time_range.elapsed_us())
+    table = [{"kernel": k[:120], "calls": len(v) / n, "ms": round(sum(v) / n / 1e3, 4)} for k, v in rows.items()]
+    return sorted(table, key=lambda r: -r["ms"]), busy / n / 1e3, (spans[-1][1] - spans[0][0]) / n / 1e3
+
+
+def lift(engines: list[str]) -> None:
+    """Let ranking choose engines that are on trial, in this process."""
+    from layerplan.integration.engines.manifest import BY_ID
+
+    for e in engines:
+        object.__setattr__(BY_ID[e], "trial", False)
+
+
+def parallel_state() -> None:
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(1, 1)
+    model_parallel_cuda_manual_seed(7)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--impl", default="layerplan,te")
+    parser.add_argument("--pins", help="a plan file that our block is pinned to")
+    parser.add_argument("--trial", nargs="*", default=[], help="engines on trial that ranking may choose here")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path)
+    a = parser.parse_args()
+    lift(a.trial)
+    parallel_state()
+    x = torch.randn(SEQUENCE, BATCH, LLAMA8B["hidden_size"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn_like(x)
+    made, rows = {}, {}
+    for name in a.impl.split(","):
+        build = te_block if name == "te" else lambda n=name: layerplan_block(a.pins, "residual" in n)
+        before = torch.cuda.memory_allocated()
+        made[name] = make(build().cuda(), x, grad)
+        for _ in range(3):
+            made[name].step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        made[name].step()
+        torch.cuda.synchronize()
+        rows[name] = {"impl": name, "peak_gib": round((torch.cuda.max_memory_allocated() - before + x.nbytes + grad.nbytes) / 2**30, 3)}
+    for _ in range(a.rounds):
+        for m in made.values():
+            m.step_ms.append(milliseconds(m.step))
+    with torch.no_grad():
+        for _ in range(a.rounds):
+            for m in made.values():
+                m.forward_ms.append(milliseconds(m.forward))
+    for name, m in made.items():
+        low, middle, high = statistics.quantiles(m.step_ms, n=4)
+        rows[name] |= {"step_ms": round(middle, 3), "step_quartiles": [round(low, 3), round(high, 3)],
+                       "forward_ms": round(statistics.median(m.forward_ms), 3)}  # fmt: skip
+        table, busy, wall = kernels(m.step)
+        rows[name] |= {"busy_ms": round(busy, 3), "idle_share": round(1 - busy / wall, 4), "kernels_a_step": sum(r["calls"] for r in table)}
+        if a.profile:
+            rows[name]["kernels"] = table[:40]
+    for r in rows.values() if "te" in rows else ():
+        r["ratio_to_te"] = round(r["step_ms"] / rows["te"]["step_ms"], 4)
+    for r in rows.values():
+        print(json.dumps({k: v for k, v in r.items() if k != "kernels"}), flush=True)
+        for k in r.get("kernels", ()):
+            print(f"  {k['ms']:8.3f} ms {k['calls']:6.1f}  {k['kernel']}")
+    for name in [n for n in made if n != "te"][:1]:
+        import layerplan
+
+        print(layerplan.report(made[name].block))
+    if a.out:
+        record = {"what": "two-layer block, Llama-3-8B dims, bf16, 8192 x 1", "pins": a.pins, "trial": a.trial, **environment()}
+        a.out.write_text(json.dumps({**record, "rows": list(rows.values())}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -124,8 +124,9 @@ class Precision:
 
 @dataclass(kw_only=True)
 class Plan:
-    """Whose layers run, and what the planner may choose. ``arch`` is what ``--dry-run`` plans for; None means the device at hand,
-    and training refuses another. ``gradient_accumulation_fusion``: weight gradients are added to the float32 gradients within
+    """Whose layers run, and what the planner may choose. ``layers``: ours, Megatron's own in PyTorch (``megatron_local``), or Megatron's
+    on Transformer Engine with every fusion that keeps the maths (``transformer_engine``, which needs that package and a GPU). ``arch`` is
+    what ``--dry-run`` plans for; None means the device at hand, and training refuses another. ``gradient_accumulation_fusion``: weight gradients are added to the float32 gradients within
     the product. ``fuse_residual``: a layer's residual adds are part of its MLP's plan. ``loss``: what follows the last layer: ``fused``
     (Megatron's output layer, cross entropy over sharded classes in a plan), ``chunked`` (both in one plan, chunk by chunk: logits never
     exist whole, one product more), ``megatron``; None means fused where layerplan's layers run, Megatron's elsewhere. ``file``: a plan file (``layerplan plan
@@ -133,7 +134,7 @@ class Plan:
     means what LAYERPLAN_RECORDS names, or none. ``per_module``: other policies for modules by name, first match first, each
     PATTERN=POLICY (``*.mlp=reference``); layers are numbered through all stages."""
 
-    layers: Literal["layerplan", "megatron_local"] = "layerplan"
+    layers: Literal["layerplan", "megatron_local", "transformer_engine"] = "layerplan"
     policy: PolicyMode = "auto"
     per_module: tuple[str, ...] = ()
     deterministic: bool = False
@@ -400,6 +401,9 @@ def _rest(recipe: Recipe) -> list[Problem]:
     if recipe.plan.fuse_residual and recipe.plan.layers != "layerplan":
         problems.append(Problem("plan.fuse_residual", True, f"plan.layers = {recipe.plan.layers!r} runs no plans",
                                 "set plan.layers=layerplan or plan.fuse_residual=false"))  # fmt: skip
+    if recipe.plan.layers == "transformer_engine" and t.device == "cpu":
+        problems.append(Problem("plan.layers", "transformer_engine", "Transformer Engine runs on a GPU only",
+                                "set plan.layers=layerplan or megatron_local, or train.device=cuda"))  # fmt: skip
     if recipe.plan.loss_runs != "megatron" and recipe.plan.layers != "layerplan":
         problems.append(Problem("plan.loss", recipe.plan.loss, f"plan.layers = {recipe.plan.layers!r} runs no plans",
                                 "set plan.layers=layerplan or plan.loss=none"))  # fmt: skip

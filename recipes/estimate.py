@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..integration.engines.arch import Arch
 from ..integration.engines.manifest import BY_ID
-from ..integration.graph.ir import Graph
+from ..integration.graph.ir import Dim, Graph
 from ..integration.planner.plan_file import Pins, pins_of
 from ..integration.planner.planner import Plan, plan
 from ..integration.planner.policy import Policy
@@ -37,12 +38,13 @@ from .policies import modules_of, policy_of
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedGraph:
     """One distinct graph of the model: its plan and how often a micro-batch runs it on the fullest rank. ``kind``: which modules
-    run it, one of ``policies.MODULE_KINDS``."""
+    run it, one of ``policies.MODULE_KINDS``; ``sizes``: of its symbolic dims, by name."""
 
     kind: str
     name: str
     plan: Plan
     times: int
+    sizes: Mapping[str, int]
 
     @property
     def seconds(self) -> float:
@@ -117,8 +119,19 @@ def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _graphs(recipe: Recipe) -> list[tuple[str, str, Graph, int, frozenset[str]]]:
-    """(kind, name, graph, count per stage, save policy) of every distinct graph: those that the layers build in training."""
+type _Row = tuple[str, str, Graph, int, frozenset[str], dict[str, int]]
+
+
+def _row(kind: str, name: str, build: Callable[..., Graph], tensors: Sequence[torch.Tensor], times: int, recompute: frozenset[str]) -> _Row:
+    graph = build(*tensors)
+    shapes = ((graph.specs[v].shape, t.shape) for v, t in zip(graph.inputs, tensors, strict=True))
+    sizes = {d.name: n for dims, shape in shapes for d, n in zip(dims, shape, strict=True) if isinstance(d, Dim)}
+    return kind, name, graph, times, recompute, sizes
+
+
+def _graphs(recipe: Recipe) -> list[_Row]:
+    """(kind, name, graph, count per stage, save policy, sizes of the symbolic dims) of every distinct graph: those that the layers build in
+    training."""
     m, p, plan = recipe.model, recipe.parallel, recipe.plan
     dtype = getattr(torch, recipe.precision.tensor_dtype)
     tp = TensorParallel(p.tensor, p.sequence and p.tensor > 1)
@@ -155,14 +168,14 @@ def _graphs(recipe: Recipe) -> list[tuple[str, str, Graph, int, frozenset[str]]]
     attention_recompute = recompute | ({"sdpa"} if "core_attn" in modules else set())
     last = x | norm_of("", h)
     return [
-        ("self_attention", "norm + self attention", self_attention(*attention.values()), layers, frozenset(attention_recompute)),
-        ("mlp", mlp_name, mlp_of(*mlp), layers, frozenset(mlp_recompute)),
-        ("final_layernorm", "final norm", norm_graph(norm, tuple(last))(*last.values()), 1, frozenset()),
+        _row("self_attention", "norm + self attention", self_attention, (*attention.values(),), layers, frozenset(attention_recompute)),
+        _row("mlp", mlp_name, mlp_of, mlp, layers, frozenset(mlp_recompute)),
+        _row("final_layernorm", "final norm", norm_graph(norm, tuple(last)), (*last.values(),), 1, frozenset()),
         *_loss_graphs(recipe, tp, x["x"]),
     ]  # fmt: skip
 
 
-def _loss_graphs(recipe: Recipe, tp: TensorParallel, x: torch.Tensor) -> list[tuple[str, str, Graph, int, frozenset[str]]]:
+def _loss_graphs(recipe: Recipe, tp: TensorParallel, x: torch.Tensor) -> list[_Row]:
     """The row of ``_graphs`` for what follows the final norm, none where Megatron runs all of it. ``x``: the hidden states of this rank."""
     m, loss = recipe.model, recipe.plan.loss_runs
     if loss == "megatron":
@@ -170,8 +183,8 @@ def _loss_graphs(recipe: Recipe, tp: TensorParallel, x: torch.Tensor) -> list[tu
     chunked, classes, tokens = loss == "chunked", m.vocab_size // tp.size, (m.seq_length, recipe.train.micro_batch)
     data = [x, _meta(x.dtype, classes, m.hidden_size)] if chunked else [_meta(x.dtype, *tokens, classes)]
     names, build = cross_entropy_graph(tp, linear=chunked)
-    graph = build(*data, _meta(torch.int64, *tokens), *([_meta(torch.int64, 1)] if "first" in names else []))
-    return [("loss", "output layer + loss" if chunked else "loss", graph, 1, frozenset({"all_gather"} if chunked and tp.sequence else ()))]
+    data += [_meta(torch.int64, *tokens), *([_meta(torch.int64, 1)] if "first" in names else [])]
+    return [_row("loss", "output layer + loss" if chunked else "loss", build, data, 1, frozenset({"all_gather"} if chunked and tp.sequence else ()))]
 
 
 def _policies(recipe: Recipe, kind: str, times: int) -> list[tuple[Policy, int]]:
@@ -184,14 +197,19 @@ def _policies(recipe: Recipe, kind: str, times: int) -> list[tuple[Policy, int]]
 
 def workloads(recipe: Recipe) -> list[Workload]:
     """Every distinct graph of ``recipe`` as its layers plan it in training, once for each policy that holds for some of them."""
+    return [w for w, _ in _sized_workloads(recipe)]
+
+
+def _sized_workloads(recipe: Recipe) -> list[tuple[Workload, dict[str, int]]]:
+    """``workloads``, each with the sizes of its graph's symbolic dims."""
     found = []
-    for kind, name, g, times, recompute in _graphs(recipe):
+    for kind, name, g, times, recompute, sizes in _graphs(recipe):
         weights = tuple(i for i, v in enumerate(g.inputs) if v in g.weights)
         options = {"needs_grad": tuple(v in ("x", "residual", "hidden", "logits") or v in g.weights for v in g.inputs), "recompute": recompute,
                    "accumulate": weights if recipe.plan.gradient_accumulation_fusion else ()}  # fmt: skip
         for policy, count in _policies(recipe, kind, times):
             shown = name if policy.mode == recipe.plan.policy else f"{name} ({policy.mode})"
-            found.append(Workload(kind, shown, g, policy, options, count))
+            found.append((Workload(kind, shown, g, policy, options, count), sizes))
     return found
 
 
@@ -205,7 +223,8 @@ def estimate_recipe(recipe: Recipe, arch: Arch, world: int | None = None, *, pin
     pins = load_pins(recipe) if pins is None else pins
     records = load_records(recipe) if records is None else records
     start = time.perf_counter()
-    planned = [PlannedGraph(w.kind, w.name, plan(w.graph, arch, w.policy, pins=pins, records=records, **w.options), w.times) for w in workloads(recipe)]
+    planned = [PlannedGraph(w.kind, w.name, plan(w.graph, arch, w.policy, pins=pins, records=records, **w.options), w.times, sizes)
+               for w, sizes in _sized_workloads(recipe)]  # fmt: skip
     planning_ms = (time.perf_counter() - start) * 1e3
     m, t, p = recipe.model, recipe.train, recipe.parallel
     data = max(1, (world or p.tensor * p.pipeline) // (p.tensor * p.pipeline))

@@ -19,10 +19,12 @@ from .arch import Arch
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
     """``efficiency`` is the fraction of the roofline that the engine reaches here (a prior, until a record says
-    better); ``launches`` is the number of kernels; ``emulated`` marks a path that stands in for missing hardware."""
+    better); ``launches`` is the number of kernels; ``host_us`` what a launch takes on the host: the least that it costs
+    in a row of small ones; ``emulated`` marks a path that stands in for missing hardware."""
 
     efficiency: float
     launches: int = 1
+    host_us: float = 5.0
     knobs: tuple[tuple[str, Any], ...] = ()
     workspace_bytes: int = 0
     capture_safe: bool = True
@@ -32,7 +34,7 @@ class Offer:
 
     def seconds(self, roofline: float) -> float:
         """The prediction for a region that takes ``roofline`` seconds at least."""
-        return roofline / self.efficiency + self.launches * 2e-6
+        return max(roofline / self.efficiency + self.launches * 2e-6, self.host_us * 1e-6)
 
     def to_json(self) -> dict[str, Any]:
         """Field -> value, the knobs as a dict."""
@@ -40,7 +42,7 @@ class Offer:
 
     def __str__(self) -> str:
         """What a user weighs beside the time, in a few words."""
-        words = [f"{self.launches} launch{'es' if self.launches > 1 else ''}"]
+        words = [f"{self.launches} launch{'es' if self.launches > 1 else ''}", f"{self.host_us:g} us host"]
         words += [f"{self.workspace_bytes / 2**20:.1f} MiB workspace"] if self.workspace_bytes else []
         words += [] if self.capture_safe else ["not in a CUDA graph"]
         words += [] if self.deterministic else ["not deterministic"]

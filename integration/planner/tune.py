@@ -3,7 +3,8 @@
 Inputs are random (graph/examples.py), those that a view gives have its strides. They rotate through more than twice the
 L2 cache, engines of one region take turns block by block, and the figure is the median over blocks. Before it is timed,
 an engine's result is held against the reference one precision up, by the rule of oracle.py; from 16-bit inputs also the
-L2 error may be at most 8 eps of the L2 norm, since one unit at the largest value says little of small ones. Ops that
+L2 error may be at most 8 eps of the L2 norm, since one unit at the largest value says little of small ones. float32
+results get the rounding of their own sums beside it (``_sum_error``). Ops that
 round inside (``_ROUNDED_INSIDE``) get an error of eps at the largest value beside it: the reference, which stays in
 float32 there, is a stricter peer than PyTorch's computation in 16 bits."""
 
@@ -430,6 +431,7 @@ class _Check:
         ]
         self.dtype = min(floats, key=lambda d: d.itemsize, default=torch.float32)
         self.relative = torch.finfo(self.dtype).eps if _ROUNDED_INSIDE & set(region.ops) else 0.0
+        self.sums = _sum_error(region)
         largest = max((d.hint for d in region.graph.dims()), default=1)
         while not self._prepared(largest):
             self.inputs = self.exact = self.peer = self.limits = ()
@@ -453,7 +455,9 @@ class _Check:
         self.exact = _tuple(self.reference(*map(self._wider, self.inputs)))
         self.peer = _tuple(self.reference(*self._own()))
         self.limits = [
-            limit(p.dtype, e, p, self.relative) if p.is_floating_point() else None
+            limit(p.dtype, e, p, self.relative + (self.sums if p.dtype is torch.float32 else 0.0))
+            if p.is_floating_point()
+            else None
             for p, e in zip(self.peer, self.exact, strict=True)
         ]
 
@@ -498,6 +502,18 @@ class _Check:
             except Wrong as error:
                 return f"{where}: {error}"
         return None
+
+
+def _sum_error(region: Region) -> float:
+    """What the order and the width of a float32 sum may move its result, as a fraction of the largest: the reference
+    sums in one order, a kernel in another. Sums of n terms on vector units: log2(n) roundings of 2^-24 in a tree.
+    Products on tensor cores add 16 terms at a time to an accumulator that keeps 22 bits and truncates, so that n / 16
+    errors of 2^-22 lie on one side."""
+    specs = [region.graph.specs[v] for v in region.graph.inputs]
+    longest = max([2, *(d if isinstance(d, int) else d.hint for s in specs for d in s.shape)])
+    if any(op.startswith("linear") for op in region.ops):
+        return longest / 16 * 2.0**-22
+    return math.ceil(math.log2(longest)) * 2.0**-24
 
 
 def _tuple(result: Any) -> tuple[torch.Tensor, ...]:

@@ -33,13 +33,14 @@ from ...recipes import Problem, Recipe, RecipeError
 from ...recipes.config import load_records
 from ...recipes.policies import policy_of
 from ..engines.arch import Arch
+from ..engines.packages import absence, import_error
 from ..megatron import compat
 from ..megatron.cpu_mode import cpu_mode
 from ..megatron.cpu_mode import is_active as cpu_mode_is_active
 from ..megatron.optimizer import install_optimizer
 from ..planner.plan_file import Pins
 from ..planner.records import Records
-from ..settings import launcher_environment
+from ..settings import launcher_environment, relevant_environment
 
 _TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -127,7 +128,7 @@ def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
             stack.callback(torch.set_num_threads, before)
         _join(stack, cpu, device, world)
         world = dist.get_world_size()
-        problems = recipe.validate_world(world) + _arch_problems(recipe, device)
+        problems = recipe.validate_world(world) + _arch_problems(recipe, device) + transformer_engine_problems(recipe, device)
         if problems:
             raise RecipeError(problems)
         p, t = recipe.parallel, recipe.train
@@ -149,6 +150,27 @@ def _arch_problems(recipe: Recipe, device: torch.device) -> list[Problem]:
     if here.name == wanted.name:
         return []
     return [Problem("plan.arch", recipe.plan.arch, f"the device at hand is {here.name}", "leave plan.arch out to train")]
+
+
+def transformer_engine_problems(recipe: Recipe, device: torch.device) -> list[Problem]:
+    """What keeps plan.layers=transformer_engine from running on ``device``; imports that package, which needs torch imported first."""
+    if recipe.plan.layers != "transformer_engine":
+        return []
+
+    def problem(rule: str, remedy: str) -> list[Problem]:
+        return [Problem("plan.layers", "transformer_engine", rule, remedy)]
+
+    reason = absence("transformer_engine")
+    found = problem(reason, "or set plan.layers=layerplan") if reason else []
+    if device.type == "cpu":
+        return found + problem("Transformer Engine runs on a GPU only", "set plan.layers=layerplan or megatron_local")
+    if not found and (reason := import_error("transformer_engine.pytorch")):
+        found = problem(reason, "repair it, or set plan.layers=layerplan")
+    allowed = relevant_environment().get("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+    if recipe.plan.deterministic and allowed != "0":
+        rule = f"plan.deterministic needs NVTE_ALLOW_NONDETERMINISTIC_ALGO = 0 in the environment, which is {allowed or 'not set'}"
+        found += problem(rule, "set it before the start, or plan.deterministic=false")
+    return found
 
 
 def launched_world(env: Mapping[str, str], cpu: bool) -> int:
@@ -207,9 +229,18 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         hidden_dropout=m.hidden_dropout, attention_dropout=m.attention_dropout, init_method_std=m.init_std,
         tensor_model_parallel_size=p.tensor, pipeline_model_parallel_size=p.pipeline, sequence_parallel=p.sequence,
         pipeline_dtype=dtype, params_dtype=dtype, bf16=dtype is torch.bfloat16, deterministic_mode=plan.deterministic,
-        transformer_impl="local", bias_dropout_fusion=False, bias_activation_fusion=False, calculate_per_token_loss=True,
-        attention_softmax_in_fp32=True, gradient_accumulation_fusion=plan.gradient_accumulation_fusion, **recompute,
+        calculate_per_token_loss=True, attention_softmax_in_fp32=True, gradient_accumulation_fusion=plan.gradient_accumulation_fusion,
+        **_fusions(recipe), **recompute,
     )  # fmt: skip
+
+
+def _fusions(recipe: Recipe) -> dict[str, Any]:
+    """Megatron's own fusions. None where plans take their place, nor for its layers in plain PyTorch; beside Transformer Engine's layers
+    all that keep the maths: its fused GELU is an approximation."""
+    if recipe.plan.layers != "transformer_engine":
+        return {"transformer_impl": "local", "bias_dropout_fusion": False, "bias_activation_fusion": False}
+    return {"transformer_impl": "transformer_engine", "bias_dropout_fusion": True, "bias_activation_fusion": recipe.model.activation == "swiglu",
+            "apply_rope_fusion": True, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}  # fmt: skip
 
 
 def block_spec(recipe: Recipe, config: TransformerConfig) -> Any:
@@ -218,8 +249,13 @@ def block_spec(recipe: Recipe, config: TransformerConfig) -> Any:
         from ..megatron.specs import gpt_block_spec
 
         return gpt_block_spec(config, fuse_residual=recipe.plan.fuse_residual)
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
 
+    if recipe.plan.layers == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
 
 

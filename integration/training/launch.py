@@ -6,17 +6,20 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...recipes import RECIPES, Problem, Recipe, RecipeError, apply_overrides, load_recipe
 from ...recipes.config import folder_problems, load_pins, load_records
-from ...recipes.size import flops_per_token, memory_estimate, memory_fit, parameter_count
+from ...recipes.size import flops_per_token, parameter_count
 from ..engines.packages import install_command, locate
 from ..planner.plan_file import Pins
 from ..planner.records import NONE, Records
 from ..settings import launcher_environment
 from .indexed import check_data
 from .quiet import quiet
+
+if TYPE_CHECKING:
+    from ...recipes.estimate import RecipePlan  # needs torch
 
 EXIT_OK, EXIT_CONFIG, EXIT_NOT_FINITE, EXIT_CHECKPOINT = 0, 2, 3, 4
 _GRACE_S = 10.0  # seconds that another rank gives rank 0
@@ -115,10 +118,14 @@ def run(recipe: Recipe, say: Callable[[str], None] | None = None) -> int:
 
 def dry_run_report(checked: Checked, out: Callable[[str], None]) -> int:
     """Say what the run of a recipe would be, plan included; needs no GPU. Raises PlanError where a layer cannot be planned."""
-    recipe = checked.recipe
+    from ...recipes.estimate import estimate_recipe
+    from ...recipes.memory import memory_estimate, memory_fit
+
+    recipe, arch = checked.recipe, _arch(checked.recipe)
     m, p, t = recipe.model, recipe.parallel, recipe.train
     ranks = p.tensor * p.pipeline
-    memory = memory_estimate(recipe)
+    planned = estimate_recipe(recipe, arch, pins=checked.pins, records=checked.records)
+    memory = memory_estimate(recipe, arch, planned=planned)
     tokens = t.global_batch * m.seq_length
     out(f"recipe      {recipe.name}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.num_query_groups} "
         f"groups, vocabulary {m.vocab_size}, sequence {m.seq_length}")  # fmt: skip
@@ -126,11 +133,10 @@ def dry_run_report(checked: Checked, out: Callable[[str], None]) -> int:
     out(f"batch       {t.global_batch} sequences = {tokens:,} tokens a step, micro-batches of {t.micro_batch}; {t.steps:,} steps = {tokens * t.steps:,} tokens")
     out(f"compute     {flops_per_token(recipe) * tokens:.3e} model FLOPs a step, {flops_per_token(recipe) * tokens * t.steps:.3e} in all")
     out(f"ranks       {ranks} per replica (tensor {p.tensor}, pipeline {p.pipeline}{', sequence parallel' if p.sequence else ''})")
-    gib = 2**30
-    out(f"memory      about {memory.total / gib:.2f} GiB on a rank of one replica: weights {memory.weights / gib:.2f}, gradients "
-        f"{memory.gradients / gib:.2f}, optimiser {memory.optimizer / gib:.2f}, activations {memory.activations / gib:.2f}, logits {memory.logits / gib:.2f}")  # fmt: skip
+    parts = ", ".join(f"{name} {nbytes / 2**30:.2f}" for name, nbytes in memory.terms().items())
+    out(f"memory      about {memory.total / 2**30:.2f} GiB on a rank of one replica: {parts}")
     if (gpu := _gpu(recipe)) is not None:
-        out(f"GPU         {memory_fit(recipe, *gpu)}")
+        out(f"GPU         {memory_fit(recipe, arch, *gpu, memory.total)}")
     else:
         out("GPU         none here: plan.arch=H100, or another, plans for one and says whether it fits")
     out(f"schedule    {_schedule(recipe)}")
@@ -138,7 +144,7 @@ def dry_run_report(checked: Checked, out: Callable[[str], None]) -> int:
     evaluated = f"every {t.eval_every_steps} steps on {t.eval_batches} batches = {t.eval_batches * t.global_batch} sequences"
     out(f"validation  {evaluated if t.eval_every_steps else 'off'}")
     out(f"checked     {checked.rules}")
-    _plan_report(checked, out)
+    _plan_report(checked, planned, out)
     return EXIT_OK
 
 
@@ -146,6 +152,8 @@ def _check_megatron(recipe: Recipe) -> str:
     """Hold a valid recipe against the rules of Megatron-Core and of the layers; says whose they were. Raises RecipeError."""
     if not locate("megatron.core").here:
         return f"the recipe's own rules; Megatron's need: {install_command('megatron')}"
+    if recipe.plan.layers == "transformer_engine" and not locate("transformer_engine").here:
+        return f"the recipe's own rules; Megatron's on Transformer Engine need: {install_command('te')}"
     try:
         from .build import transformer_config
 
@@ -164,19 +172,18 @@ def _check_megatron(recipe: Recipe) -> str:
     return "the recipe's and Megatron-Core's rules"
 
 
-def _plan_report(checked: Checked, out: Callable[[str], None]) -> None:
+def _plan_report(checked: Checked, planned: RecipePlan, out: Callable[[str], None]) -> None:
     recipe, pins = checked.recipe, checked.pins
     if recipe.plan.layers != "layerplan":
-        out("plan        none: plan.layers=megatron_local runs Megatron's own layers")
+        where = " on Transformer Engine" if recipe.plan.layers == "transformer_engine" else ""
+        out(f"plan        none: plan.layers={recipe.plan.layers} runs Megatron's own layers{where}")
         return
-    from ...recipes.estimate import estimate_recipe
-
     arch = _arch(recipe)
     if pins is not None:
         out(f"plan file   {recipe.plan.file}: {len(pins.of_arch(arch.name))} pins for {arch.name}; it holds pins for {pins.written_for()}")
     if checked.records.of_arch(arch.name):
         out(f"records     {checked.records.source}: measured on {', '.join(checked.records.gpus())}")
-    out(str(estimate_recipe(recipe, arch, pins=pins, records=checked.records)))
+    out(str(planned))
 
 
 def _arch(recipe: Recipe) -> Any:

@@ -147,8 +147,8 @@ class CudnnAttention(_Attention):
         if d % 8 or dv % 8 or d > limit or dv > limit:
             return Decline(f"head dims {d}/{dv}: multiples of 8 up to {limit}")
         if region.node.op == "sdpa_bwd":
-            return Offer(efficiency=0.5, launches=3, deterministic=False, ahead_of_time=True)
-        return Offer(efficiency=0.55, ahead_of_time=True)
+            return Offer(efficiency=0.53, launches=3, host_us=50, deterministic=False, ahead_of_time=True)
+        return Offer(efficiency=0.61, host_us=38, ahead_of_time=True)
 
     def forward(self, region, attrs):
         to, back = _views(attrs["layout"])
@@ -215,8 +215,8 @@ class FlashAttention(_Attention):
         if region.node.op == "sdpa_bwd":
             if _accumulator_elements(region) >= 2**31:
                 return Decline("its float32 dq accumulator would pass 2^31 elements, which it indexes with 32 bits")
-            return Offer(efficiency=0.3, launches=3, deterministic=False, ahead_of_time=True)
-        return Offer(efficiency=0.35, ahead_of_time=True)
+            return Offer(efficiency=0.29, launches=3, host_us=35, deterministic=False, ahead_of_time=True)
+        return Offer(efficiency=0.32, host_us=20, ahead_of_time=True)
 
     @staticmethod
     def _view(layout: str):

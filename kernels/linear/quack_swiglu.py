@@ -48,8 +48,8 @@ class QuackLinearSwiglu(Engine):
             reason = f"operands of one dtype, not of {', '.join(sorted(dtypes))}"
         if reason is not None:
             return Decline(reason)
-        # as the plain product: the epilogue hides behind the next tile's product
-        return Offer(efficiency=0.7 if arch.name == "sm_90" else 0.6)
+        # H200: 74 % of 989 TFLOP/s with the gradient in the epilogue
+        return Offer(efficiency=0.74 if arch.name == "sm_90" else 0.6, host_us=40)
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
         product, gate = ctx.region.nodes

@@ -23,7 +23,7 @@ class TorchLinear(Engine):
             acc, dy = region.spec("accumulate"), region.spec("dy")
             if acc is not None and acc.dtype not in ("float32", dy.dtype):
                 return Decline(f"accumulates into float32 or {dy.dtype}, not {acc.dtype}")
-        return Offer(efficiency=0.75, ahead_of_time=True)
+        return Offer(efficiency=0.79, host_us=12, ahead_of_time=True)
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
         return CompiledRegion(ctx.region.by_port(self._launch(ctx)))

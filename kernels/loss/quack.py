@@ -41,7 +41,7 @@ class QuackCrossEntropy(Engine):
             return Decline(reason)
         # H200, forward and backward: 2.53 of 4.8 TB/s counting one read and one write, of the three passes that there
         # are
-        return Offer(efficiency=0.75 if arch.name == "sm_90" else 0.65)
+        return Offer(efficiency=0.75 if arch.name == "sm_90" else 0.65, host_us=30)
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
         return CompiledRegion((_backward if ctx.region.node.op == "cross_entropy_bwd" else _forward)(ctx.region))

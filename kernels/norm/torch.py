@@ -35,8 +35,8 @@ class TorchNorm(Engine):
             return Decline("1 + gamma would be rounded to the weight's dtype before the product")
         residual = region.spec("residual") is not None or region.spec("dresidual") is not None
         if node.op.endswith("_bwd"):
-            return Offer(efficiency=0.35 if residual else 0.45, launches=2 + residual)
-        return Offer(efficiency=0.45 if residual else 0.75, launches=1 + residual)
+            return Offer(efficiency=0.35 if residual else 0.37, launches=2 + residual, host_us=15 + 6 * residual)
+        return Offer(efficiency=0.45 if residual else 0.63, launches=1 + residual, host_us=9 + 6 * residual)
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
         node = ctx.region.node

@@ -44,7 +44,7 @@ class QuackRope(Engine):
         # H200: 3.99 of 4.8 TB/s where all channels turn; a copy of the others reads and writes strided rows
         whole = 2 * half == head
         return Offer(
-            efficiency=(0.83 if arch.name == "sm_90" else 0.75) * (1 if whole else 0.8), launches=1 if whole else 2
+            efficiency=(0.83 if arch.name == "sm_90" else 0.75) * (1 if whole else 0.8), launches=1 if whole else 2, host_us=30
         )
 
     def build(self, ctx: BuildContext) -> CompiledRegion:

@@ -35,6 +35,8 @@ def config(**over):
 
 
 def te_block():
+    # beside flash-attn-4 4.0.0b36 it takes that for attention and computes something else, in a tenth of the time
+    os.environ.setdefault("NVTE_FLASH_ATTN", "0")
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -73,6 +75,32 @@ def make(block, x, grad):
         x.grad = None
 
     return SimpleNamespace(block=block, forward=forward, step=step, step_ms=[], forward_ms=[])
+
+
+def same_weights(made: dict[str, SimpleNamespace]) -> None:
+    """The first implementation's parameters for all."""
+    first, *others = (dict(m.block.named_parameters()) for m in made.values())
+    for other in others:
+        if {n: p.shape for n, p in other.items()} != {n: p.shape for n, p in first.items()}:
+            raise RuntimeError(f"the blocks' parameters differ: {sorted(set(first) ^ set(other))}")
+        with torch.no_grad():
+            for name, p in other.items():
+                p.copy_(first[name])
+
+
+def apart(made: dict[str, SimpleNamespace], x, grad) -> dict[str, dict[str, float]]:
+    """How far each one's output, input gradient and weight gradients are from the first one's, as a share of their L2 norm:
+    an implementation that computes something else is not one to be measured against."""
+    results = {}
+    for name, m in made.items():
+        y = m.forward()
+        y.backward(grad)
+        results[name] = {"y": y.detach(), "dx": x.grad, "dw": torch.cat([p.grad.reshape(-1) for _, p in sorted(m.block.named_parameters())])}
+        x.grad = None
+        for p in m.block.parameters():
+            p.grad = None
+    first = next(iter(results.values()))
+    return {n: {k: round(float((r[k].float() - t.float()).norm() / t.float().norm()), 5) for k, t in first.items()} for n, r in results.items()}
 
 
 def milliseconds(f) -> float:
@@ -134,6 +162,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
+    where = environment()  # before Transformer Engine loads a cuDNN of its own
     lift(a.trial)
     parallel_state()
     x = torch.randn(SEQUENCE, BATCH, LLAMA8B["hidden_size"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -150,12 +179,16 @@ def main() -> None:
         made[name].step()
         torch.cuda.synchronize()
         rows[name] = {"impl": name, "peak_gib": round((torch.cuda.max_memory_allocated() - before + x.nbytes + grad.nbytes) / 2**30, 3)}
-    for _ in range(a.rounds):
-        for m in made.values():
+    same_weights(made)
+    for name, far in apart(made, x, grad).items():
+        rows[name]["apart"] = far
+    turns = [list(made.values())[i % len(made) :] + list(made.values())[: i % len(made)] for i in range(a.rounds)]
+    for turn in turns:  # another one first each time: what ran before sets clocks and temperature
+        for m in turn:
             m.step_ms.append(milliseconds(m.step))
     with torch.no_grad():
-        for _ in range(a.rounds):
-            for m in made.values():
+        for turn in turns:
+            for m in turn:
                 m.forward_ms.append(milliseconds(m.forward))
     for name, m in made.items():
         low, middle, high = statistics.quantiles(m.step_ms, n=4)
@@ -176,7 +209,7 @@ def main() -> None:
 
         print(layerplan.report(made[name].block))
     if a.out:
-        record = {"what": "two-layer block, Llama-3-8B dims, bf16, 8192 x 1", "pins": a.pins, "trial": a.trial, **environment()}
+        record = {"what": "two-layer block, Llama-3-8B dims, bf16, 8192 x 1", "pins": a.pins, "trial": a.trial, **where}
         a.out.write_text(json.dumps({**record, "rows": list(rows.values())}, indent=1) + "\n")
 
 

@@ -10,6 +10,7 @@ from layerplan.integration.graph.ir import Dim, Graph, GraphBuilder, TensorSpec
 from layerplan.integration.planner.shapes import SpecMaker
 
 T = Dim("t", 1024)
+LONG = (2, 4096, 8, 64)  # attention this long takes a GPU several times what any launch takes its host
 needs_triton = pytest.mark.skipif(not locate("triton").here, reason="the inductor engine needs the package triton")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -276,6 +277,29 @@ def test_the_validation_loss_is_drawn_beside_the_loss(tmp_path):
     events = EventAccumulator(str(write_tensorboard(tmp_path / "with.jsonl", tmp_path / "events"))).Reload()
     assert [(e.step, round(e.value, 3)) for e in events.Scalars("validation_loss")] == [(4, 5.1), (8, 4.7), (12, 4.3)]
     assert len(events.Scalars("loss")) == 12
+
+
+def test_curves_of_several_runs_are_drawn_and_compared_with_the_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
+    import curves
+
+    for name, shift, speed in (("ours", 0.0, 200), ("theirs", 0.25, 100), ("empty", 0.0, 1)):
+        rows = [{"step": s, "loss": 5.0 - s / 10 + shift, "tokens_per_s": speed, "memory_bytes": 2**30} for s in range(1, 11)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (rows if name != "empty" else ())))
+    ours, theirs = (str(tmp_path / name) for name in ("ours", "theirs"))
+    for runs, png in (([ours, theirs], "both.png"), ([ours], "one.png")):
+        monkeypatch.setattr("sys.argv", ["curves.py", *runs, "--out", str(tmp_path / png), "--record", str(tmp_path / "record.json")])
+        curves.main()
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()[: len(runs)]]
+        assert json.loads((tmp_path / "record.json").read_text())["rows"] == rows and (tmp_path / png).read_bytes().startswith(b"\x89PNG")
+        if len(runs) > 1:
+            assert [r["run"] for r in rows] == ["ours", "theirs"] and rows[1]["speed_ratio"] == 0.5
+            assert rows[1]["largest_distance"] == pytest.approx(0.25) and "largest_distance" not in rows[0]
+    assert (tmp_path / "both.png").read_bytes() != (tmp_path / "one.png").read_bytes()
+    monkeypatch.setattr("sys.argv", ["curves.py", ours, str(tmp_path / "empty"), "--out", str(tmp_path / "x.png")])
+    with pytest.raises(SystemExit, match=r"empty: must be a folder with metrics\.jsonl"):
+        curves.main()
 
 
 def test_a_broken_line_in_the_middle_of_metrics_is_an_error_with_its_number(tmp_path):

@@ -29,7 +29,7 @@ RANK = {
 MEGATRON = ("integration.megatron", "integration.training")
 WITHOUT_TORCH = ("integration.settings", "integration.problems", "integration.doctor", "integration.cli", "integration.engines.manifest",
                  "integration.engines.arch", "integration.engines.table", "recipes")  # fmt: skip
-PLANS = ("recipes.estimate", "recipes.tune")  # plans graphs, so it needs torch; whoever names it imports it where it is used
+PLANS = ("recipes.estimate", "recipes.memory", "recipes.tune")  # plans graphs, so it needs torch; whoever names it imports it where it is used
 
 
 def _files() -> list[Path]:

@@ -23,7 +23,7 @@ from layerplan.integration.planner.runner import Runner, WeightGrads
 from layerplan.integration.planner.shapes import SpecMaker
 from layerplan.modules.base import apply_policy
 from layerplan.modules.norm import Norm
-from tests.cases.graphs import T, bf16, needs_triton, sdpa
+from tests.cases.graphs import LONG, T, bf16, needs_triton, sdpa
 from tests.cases.random_graphs import RandomGraph
 
 torch.set_num_threads(1)
@@ -56,10 +56,11 @@ def pinning(p, engine, *ops):
 
 
 def test_a_pinned_engine_runs_though_ranking_would_choose_another_and_the_others_say_why():
-    (region,) = plan(sdpa(), SM90).forward.regions
+    free = plan(sdpa(LONG), SM90)
+    (region,) = free.forward.regions
     assert region.engine not in ("attention/torch_flash", "reference/eager")
     before = {c.engine for c in region.candidates}
-    (region,) = plan(sdpa(), SM90, pins=pinning(plan(sdpa(), SM90), "attention/torch_flash", "sdpa")).forward.regions
+    (region,) = plan(sdpa(LONG), SM90, pins=pinning(free, "attention/torch_flash", "sdpa")).forward.regions
     assert region.engine == "attention/torch_flash"
     reasons = {c.engine: c.reason for c in region.candidates}
     assert reasons.pop("attention/torch_flash") == "pinned by plan file x"

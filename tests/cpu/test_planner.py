@@ -10,6 +10,7 @@ import torch
 
 from layerplan.integration import ops
 from layerplan.integration.engines.arch import ARCHS
+from layerplan.integration.engines.contract import Offer
 from layerplan.integration.engines.manifest import BY_ID, MANIFEST
 from layerplan.integration.graph.autodiff import differentiate
 from layerplan.integration.graph.ir import GraphBuilder, TensorSpec
@@ -17,7 +18,7 @@ from layerplan.integration.planner import cover
 from layerplan.integration.planner.cover import grow, region_of
 from layerplan.integration.planner.planner import PlanError, plan, primary_outputs
 from layerplan.integration.planner.policy import Policy
-from tests.cases.graphs import T, bf16, needs_triton, sdpa
+from tests.cases.graphs import LONG, T, bf16, needs_triton, sdpa
 from tests.cases.random_graphs import RandomGraph
 
 torch.set_num_threads(1)
@@ -174,6 +175,27 @@ def test_statistics_are_not_primary_outputs():
     assert primary_outputs(graph) == (0,)
 
 
+# ---- predictions ----------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_is_the_hosts_cost_on_small_shapes_and_the_devices_on_large_ones(monkeypatch):
+    offers = {"attention/torch_flash": Offer(0.3, launches=1, host_us=15), "attention/torch_cudnn": Offer(0.6, launches=3, host_us=40)}
+    for engine, offer in offers.items():
+        monkeypatch.setattr(type(BY_ID[engine].load()), "match", lambda self, region, arch, offer=offer: offer)
+
+    def predicted(shape):
+        (region,) = plan(sdpa(shape), SM90).forward.regions
+        rows = {c.engine: c for c in region.candidates if c.engine in offers}
+        device = {e: rows[e].roofline_seconds / o.efficiency + o.launches * 2e-6 for e, o in offers.items()}
+        return region.engine, {e: c.seconds for e, c in rows.items()}, device
+
+    host = {e: o.host_us * 1e-6 for e, o in offers.items()}
+    chosen, seconds, device = predicted((2, 64, 8, 64))
+    assert chosen == "attention/torch_flash" and seconds == pytest.approx(host) and all(device[e] < host[e] for e in offers)
+    chosen, seconds, device = predicted(LONG)
+    assert chosen == "attention/torch_cudnn" and seconds == pytest.approx(device) and all(device[e] > host[e] for e in offers)
+
+
 # ---- policies -------------------------------------------------------------------------------------------------------
 
 
@@ -195,11 +217,11 @@ def test_policy_strict_refuses_what_only_a_reference_can_run():
 
 
 def test_policy_deterministic_declines_atomics_with_reason():
-    p = plan(sdpa(), SM90, Policy(deterministic=True), needs_grad=(True,) * 3)
+    p = plan(sdpa(LONG), SM90, Policy(deterministic=True), needs_grad=(True,) * 3)
     (bwd,) = [r for r in p.backward.regions if r.ops == ("sdpa_bwd",)]
     assert bwd.engine == "reference/eager"
     assert {c.engine for c in bwd.candidates if "deterministic" in c.reason} == {"attention/torch_cudnn", "attention/torch_flash"}
-    assert engines(plan(sdpa(), SM90, Policy(deterministic=True))) == ["attention/torch_cudnn"]
+    assert engines(plan(sdpa(LONG), SM90, Policy(deterministic=True))) == ["attention/torch_cudnn"]
 
 
 def test_policy_per_module_takes_the_first_matching_pattern():

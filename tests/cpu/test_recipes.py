@@ -10,9 +10,13 @@ import sys
 
 import pytest
 
+from layerplan.integration.engines.arch import Arch
 from layerplan.recipes import RECIPES, Recipe, RecipeError, apply_overrides, describe, load_recipe
 from layerplan.recipes.config import folder_problems
-from layerplan.recipes.size import flops_per_token, memory_estimate, memory_fit, parameter_count
+from layerplan.recipes.memory import memory_estimate, memory_fit
+from layerplan.recipes.size import flops_per_token, parameter_count
+
+CPU, SM80, SM90 = (Arch.parse(name) for name in ("cpu", "sm_80", "sm_90"))
 
 
 def problems_of(name: str, *overrides: str) -> dict[str, str]:
@@ -116,6 +120,7 @@ def test_an_unknown_recipe_suggests_the_right_one():
         (["parallel.tensor=4"], "model.num_query_groups"), (["parallel.pipeline=2"], "model.num_layers"),
         (["parallel.sequence=true"], "parallel.sequence"), (["parallel.tensor=2", "parallel.sequence=true", "model.seq_length=127"], "model.seq_length"),
         (["parallel.tensor=2", "parallel.sequence=true", "plan.layers=megatron_local"], "parallel.sequence"),
+        (["plan.layers=transformer_engine", "train.device=cpu"], "plan.layers"), (["plan.layers=transformer_engine", "plan.loss=chunked"], "plan.loss"),
         (["parallel.overlap_param_gather=true"], "parallel.overlap_param_gather"), (["train.global_batch=7"], "train.global_batch"),
         (["schedule.warmup_steps=400"], "schedule.warmup_steps"), (["schedule.decay_steps=10", "schedule.warmup_steps=10"], "schedule.warmup_steps"),
         (["optimizer.min_lr=1"], "optimizer.min_lr"), (["train.eval_every_steps=-1"], "train.eval_every_steps"),
@@ -223,27 +228,53 @@ def test_flops_per_token_are_six_per_matrix_parameter_and_the_causal_half_of_att
 
 
 def test_memory_falls_with_ranks_and_with_recomputation():
-    plain = memory_estimate(load_recipe("llama3_8b"))
+    plain = memory_estimate(load_recipe("llama3_8b"), SM90)
     params = parameter_count(load_recipe("llama3_8b")) / 2  # tensor = 2
     assert plain.weights == pytest.approx(2 * params, rel=1e-3) and plain.gradients == pytest.approx(4 * params, rel=1e-3)
     assert plain.optimizer == pytest.approx(12 * params, rel=1e-3)
-    assert memory_estimate(load_recipe("llama3_8b"), 16).optimizer == pytest.approx(plain.optimizer / 8, rel=1e-6)
-    assert memory_estimate(load_recipe("llama3_8b", ["plan.recompute=full"])).activations < plain.activations / 5
-    assert plain.total == plain.weights + plain.gradients + plain.optimizer + plain.activations + plain.logits
+    assert memory_estimate(load_recipe("llama3_8b"), SM90, 16).optimizer == pytest.approx(plain.optimizer / 8, rel=1e-6)
+    assert memory_estimate(load_recipe("llama3_8b", ["plan.recompute=full"]), SM90).activations < plain.activations / 5
+    assert plain.total == sum(plain.terms().values()) and set(plain.terms()) == {
+        "weights", "gradients", "optimiser", "activations", "logits", "working", "buffers"}  # fmt: skip
+
+
+def test_activations_are_what_the_plans_save_and_logits_what_the_loss_keeps():
+    recipe = load_recipe("gpt_125m")
+    m, tokens = recipe.model, recipe.train.micro_batch * recipe.model.seq_length
+    # per layer two inputs and two norm outputs, q k v and the attention's output, fc1's output and the activation; rstd twice and LSE in
+    # float32. Then the final norm's input, output and rstd.
+    layer = tokens * (2 * (8 * m.hidden_size + 3 * m.ffn_hidden_size) + 4 * (2 + m.num_attention_heads))
+    assert memory_estimate(recipe, SM90).activations == m.num_layers * layer + tokens * (2 * 2 * m.hidden_size + 4)
+    logits = tokens * m.vocab_size * 2
+    assert {loss: memory_estimate(load_recipe("gpt_125m", [f"plan.loss={loss}"]), SM90).logits // logits for loss in ("fused", "megatron")} == {
+        "fused": 2, "megatron": 3}  # fmt: skip
+
+
+def test_a_view_keeps_the_whole_product_it_lies_in():
+    fused, split = load_recipe("gpt_125m"), load_recipe("gpt_125m", ["plan.policy=reference"])
+    kept = memory_estimate(split, SM90).activations - memory_estimate(fused, SM90).activations
+    qkv = split.train.micro_batch * split.model.seq_length * 3 * split.model.hidden_size * 2
+    assert kept == split.model.num_layers * (qkv - qkv // 3), "v alone is read again, as a view of q, k and v"
+
+
+@pytest.mark.parametrize("changes", [["parallel.pipeline=2", "model.num_layers=4"], ["plan.layers=megatron_local"], ["plan.recompute=selective"], ["train.micro_batch=2"]])
+def test_memory_is_estimated_for_every_layout(changes):
+    memory, plain = memory_estimate(load_recipe("gpt_tiny", changes), CPU), memory_estimate(load_recipe("gpt_tiny"), CPU)
+    assert memory.total != plain.total and min(memory.terms().values()) >= 0
 
 
 def test_a_recipe_that_does_not_fit_a_gpu_says_each_single_change_that_makes_it_fit():
     recipe = load_recipe("llama3_8b")
-    need = memory_estimate(recipe).total / 2**30
-    assert memory_fit(recipe, "H200", 141) == f"H200 has 141 GiB: {141 - need:.0f} are left for the CUDA context, communication buffers and fragmentation"
-    text = memory_fit(recipe, "A100", 80)
+    need = memory_estimate(recipe, SM90).total / 2**30
+    assert memory_fit(recipe, SM90, "H200", 141) == f"H200 has 141 GiB: {141 - need:.0f} are left for the CUDA context, communication buffers and fragmentation"
+    text = memory_fit(recipe, SM80, "A100", 80)
     assert text.startswith("it does not fit A100, which has 80 GiB; it does with 4 ranks (2 replicas share the optimiser's state)")
     assert text.endswith(", or plan.recompute=full, or parallel.pipeline=2")
     for changes in (["plan.recompute=full"], ["parallel.pipeline=2"]):
-        assert memory_estimate(load_recipe("llama3_8b", changes)).total < 80 * 2**30 < memory_estimate(recipe).total
-    assert memory_estimate(recipe, 4).total < 80 * 2**30
-    assert "80 GiB: 2" in memory_fit(load_recipe("llama3_70b"), "H100", 80), "it fits the smallest GPU of its kind"
-    assert "raise parallel.tensor as well" in memory_fit(load_recipe("llama3_70b"), "toy", 1)
+        assert memory_estimate(load_recipe("llama3_8b", changes), SM80).total < 80 * 2**30 < memory_estimate(recipe, SM80).total
+    assert memory_estimate(recipe, SM80, 4).total < 80 * 2**30
+    assert "80 GiB: 2" in memory_fit(load_recipe("llama3_70b"), SM90, "H100", 80), "it fits the smallest GPU of its kind"
+    assert "raise parallel.tensor as well" in memory_fit(load_recipe("llama3_70b"), SM90, "toy", 1)
 
 
 def test_recipes_import_neither_torch_nor_megatron():

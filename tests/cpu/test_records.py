@@ -28,7 +28,7 @@ from layerplan.modules.norm import Norm
 from layerplan.recipes import RecipeError, load_recipe, policies
 from layerplan.recipes.config import load_records
 from layerplan.recipes.estimate import estimate_recipe
-from tests.cases.graphs import T, bf16, needs_triton, sdpa
+from tests.cases.graphs import LONG, T, bf16, needs_triton, sdpa
 
 torch.set_num_threads(1)
 SM90, CPU = ARCHS["sm_90"], ARCHS["cpu"]
@@ -71,7 +71,7 @@ def reasons(p):
 
 
 def attention_records(cudnn=None, flash=None, **kw):
-    graph = sdpa()
+    graph = sdpa(LONG)
     (region,) = plan(graph, SM90).forward.regions
     given = {"attention/torch_cudnn": cudnn, "attention/torch_flash": flash}
     return graph, Records(tuple(row(region.region, e, us, **kw) for e, us in given.items() if us is not None))
@@ -171,6 +171,7 @@ def test_a_region_of_several_ops_is_taken_only_where_it_costs_no_more_than_its_o
     alone = [(own.alone(n)[0][0].region, us) for n, us in zip(graph.nodes, (10.0, 20.0, 30.0), strict=True)]
     engines = ("pointwise/inductor", "norm/torch", "pointwise/inductor")
     parts = [row(region, engine, us) for (region, us), engine in zip(alone, engines, strict=True)]
+    parts.append(row(alone[1][0], "pointwise/inductor", 25.0))
     parts.append(row(region_of(graph, graph.nodes[1:]), "pointwise/inductor", 51.0))
     for us, fused in ((60.0, True), (61.0, False), (300.0, False)):
         made = plan(graph, SM90, records=Records((*parts, row(whole.region, "pointwise/inductor", us))))
@@ -214,7 +215,7 @@ def test_records_of_another_arch_or_shape_class_change_nothing():
     graph, found = attention_records(cudnn=500.0, flash=1.0)
     for other in (ARCHS["sm_100"], ARCHS["sm_80"]):
         assert plan(graph, other, records=found).choices() == plan(graph, other).choices()
-    longer = sdpa((2, 128, 8, 64))
+    longer = sdpa((LONG[0], 2 * LONG[1], *LONG[2:]))
     assert plan(longer, SM90, records=found).choices() == plan(longer, SM90).choices()
 
 

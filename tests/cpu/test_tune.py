@@ -16,7 +16,7 @@ from layerplan.integration.graph.autodiff import differentiate
 from layerplan.integration.graph.examples import PORTS, example, sizes_of
 from layerplan.integration.graph.ir import Dim, GraphBuilder, GraphError, TensorSpec
 from layerplan.integration.graph.ops.table import op_table
-from layerplan.integration.planner import records, tune
+from layerplan.integration.planner import cover, records, tune
 from layerplan.integration.planner.planner import plan
 from layerplan.integration.planner.policy import Policy
 from layerplan.integration.planner.records import NONE, gpu_name, region_key
@@ -378,8 +378,11 @@ def test_inputs_that_a_view_gives_have_its_strides(monkeypatch):
     assert strides and all(s == (96, 48, 24, 1) for s in strides[0])
 
 
-def test_tune_offers_what_engines_on_trial_and_forced_ones_would_run():
+def test_tune_offers_what_engines_on_trial_and_forced_ones_would_run(monkeypatch):
+    on_trial = [dataclasses.replace(e, trial=e.id == "linear/torch") for e in cover.MANIFEST]
+    monkeypatch.setattr(cover, "MANIFEST", tuple(on_trial))
     graph = linear(dtype="bfloat16")
+    assert "linear/torch" not in [r.engine for r in plan(graph, SM90).forward.regions]
     sites = tune._sites(
         [Workload("mlp", "one", graph, Policy("reference"), {})], [plan(graph, SM90, Policy("reference"))], SM90
     )

@@ -1,7 +1,7 @@
 """A Transformer Engine as it is on a machine without a GPU: everything can be imported, and nothing can be used.
 
-Any module and any name below this package exists, as a class that raises when it is made; the two functions that the
-real package runs on a CPU are the exception.
+Any module and any name below this package exists, as a class that raises when it is made; the functions that the real
+package runs on a CPU are the exception.
 """
 
 import contextlib
@@ -35,7 +35,11 @@ def _get_cpu_offload_context(*args, **kwargs):
     return contextlib.nullcontext(), lambda tensor: tensor
 
 
-_RUN_ON_A_CPU = {"_SplitAlongDim": _SplitAlongDim, "get_cpu_offload_context": _get_cpu_offload_context}
+def _get_dummy_wgrad(shape, dtype, zero=False):
+    return torch.zeros(shape, dtype=dtype)
+
+
+_RUN_ON_A_CPU = {"_SplitAlongDim": _SplitAlongDim, "get_cpu_offload_context": _get_cpu_offload_context, "get_dummy_wgrad": _get_dummy_wgrad}
 
 
 def _stand_in(name):

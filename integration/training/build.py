@@ -24,6 +24,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -240,7 +241,9 @@ def _fusions(recipe: Recipe) -> dict[str, Any]:
     if recipe.plan.layers != "transformer_engine":
         return {"transformer_impl": "local", "bias_dropout_fusion": False, "bias_activation_fusion": False}
     return {"transformer_impl": "transformer_engine", "bias_dropout_fusion": True, "bias_activation_fusion": recipe.model.activation == "swiglu",
-            "apply_rope_fusion": True, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}  # fmt: skip
+            "apply_rope_fusion": True, "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native",
+            # left to choose, Transformer Engine 2.20 takes flash-attn-4 where that is importable, and its values are wrong
+            "attention_backend": AttnBackend.fused}  # fmt: skip
 
 
 def block_spec(recipe: Recipe, config: TransformerConfig) -> Any:

@@ -7,6 +7,8 @@ memory."""
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 
 import torch
 
@@ -21,6 +23,11 @@ class QuackLinearSwiglu(Engine):
     patterns = (("linear", "swiglu"), ("linear_dgrad", "swiglu_bwd"))
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
+        if (where := _cutlass_elsewhere()) is not None:
+            return Decline(
+                f"cutlass lies in {where}: quack-kernels tells its own code from an installed one's by a path with "
+                "site-packages, and cannot fingerprint an epilogue otherwise; install it there"
+            )
         if region.ops not in self.patterns:
             return Decline(
                 "takes a linear with the swiglu that reads it, or a linear_dgrad with the swiglu_bwd that reads it"
@@ -66,6 +73,15 @@ class QuackLinearSwiglu(Engine):
         return CompiledRegion(
             launch if at == list(range(len(graph.inputs))) else lambda *t: launch(*(t[i] for i in at))
         )
+
+
+@functools.cache
+def _cutlass_elsewhere() -> str | None:
+    """The folder of the package cutlass where that is not an installation's; None where it is, or is absent."""
+    spec = importlib.util.find_spec("cutlass")
+    folder = os.path.dirname(spec.origin) if spec is not None and spec.origin else None
+    inside = folder is None or any(f"{os.sep}{name}{os.sep}" in folder for name in ("site-packages", "dist-packages"))
+    return None if inside else folder
 
 
 @functools.cache

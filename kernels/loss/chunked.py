@@ -70,6 +70,7 @@ class ChunkedLinearCrossEntropy(Engine):
             inner,
             efficiency=0.6 if arch.is_gpu else 0.5,
             launches=parts * (inner.launches + (3 if backward else 1)),
+            host_us=parts * (inner.host_us + 12 * (3 if backward else 1)),
             workspace_bytes=workspace,
             knobs=(("chunk", chunk), ("loss", loss)),
             ahead_of_time=False,

@@ -36,7 +36,7 @@ def config(**over):
 
 def te_block():
     # beside flash-attn-4 4.0.0b36 it takes that for attention and computes something else, in a tenth of the time
-    os.environ.setdefault("NVTE_FLASH_ATTN", "0")
+    os.environ |= {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"}
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
 

@@ -213,8 +213,7 @@ def run_child(a: argparse.Namespace, impl: str) -> dict[str, Any]:
         result, port, ranks = Path(folder, "row.json"), free_port(), []
         logs = [Path(folder, f"rank{r}.log") for r in range(world)]
         command = [sys.executable, __file__, *sys.argv[1:], "--child", impl, "--result", str(result)]
-        # beside flash-attn-4 4.0.0b36 Transformer Engine takes that for attention and computes something else
-        base = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_FLASH_ATTN": "0"} | ({"OMP_NUM_THREADS": "1"} if a.device == "cpu" else {}) | os.environ
+        base = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | ({"OMP_NUM_THREADS": "1"} if a.device == "cpu" else {}) | os.environ
         try:
             for r in range(world):
                 env = base | {"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

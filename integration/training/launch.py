@@ -20,6 +20,7 @@ from .quiet import quiet
 
 if TYPE_CHECKING:
     from ...recipes.estimate import RecipePlan  # needs torch
+    from ..planner.planner import PlanError
 
 EXIT_OK, EXIT_CONFIG, EXIT_NOT_FINITE, EXIT_CHECKPOINT = 0, 2, 3, 4
 _GRACE_S = 10.0  # seconds that another rank gives rank 0
@@ -117,15 +118,20 @@ def run(recipe: Recipe, say: Callable[[str], None] | None = None) -> int:
 
 
 def dry_run_report(checked: Checked, out: Callable[[str], None]) -> int:
-    """Say what the run of a recipe would be, plan included; needs no GPU. Raises PlanError where a layer cannot be planned."""
+    """Say what the run of a recipe would be, plan included; needs no GPU. Raises PlanError where a layer cannot be planned, behind
+    what can be said without a plan."""
     from ...recipes.estimate import estimate_recipe
     from ...recipes.memory import memory_estimate, memory_fit
+    from ..planner.planner import PlanError
 
     recipe, arch = checked.recipe, _arch(checked.recipe)
     m, p, t = recipe.model, recipe.parallel, recipe.train
     ranks = p.tensor * p.pipeline
-    planned = estimate_recipe(recipe, arch, pins=checked.pins, records=checked.records)
-    memory = memory_estimate(recipe, arch, planned=planned)
+    planned = failed = None
+    try:
+        planned = estimate_recipe(recipe, arch, pins=checked.pins, records=checked.records)
+    except PlanError as error:
+        failed = error
     tokens = t.global_batch * m.seq_length
     out(f"recipe      {recipe.name}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.num_query_groups} "
         f"groups, vocabulary {m.vocab_size}, sequence {m.seq_length}")  # fmt: skip
@@ -133,18 +139,21 @@ def dry_run_report(checked: Checked, out: Callable[[str], None]) -> int:
     out(f"batch       {t.global_batch} sequences = {tokens:,} tokens a step, micro-batches of {t.micro_batch}; {t.steps:,} steps = {tokens * t.steps:,} tokens")
     out(f"compute     {flops_per_token(recipe) * tokens:.3e} model FLOPs a step, {flops_per_token(recipe) * tokens * t.steps:.3e} in all")
     out(f"ranks       {ranks} per replica (tensor {p.tensor}, pipeline {p.pipeline}{', sequence parallel' if p.sequence else ''})")
-    parts = ", ".join(f"{name} {nbytes / 2**30:.2f}" for name, nbytes in memory.terms().items())
-    out(f"memory      about {memory.total / 2**30:.2f} GiB on a rank of one replica: {parts}")
-    if (gpu := _gpu(recipe)) is not None:
-        out(f"GPU         {memory_fit(recipe, arch, *gpu, memory.total)}")
-    else:
+    gpu = _gpu(recipe)
+    if planned is not None:
+        memory = memory_estimate(recipe, arch, planned=planned)
+        parts = ", ".join(f"{name} {nbytes / 2**30:.2f}" for name, nbytes in memory.terms().items())
+        out(f"memory      about {memory.total / 2**30:.2f} GiB on a rank of one replica: {parts}")
+        if gpu is not None:
+            out(f"GPU         {memory_fit(recipe, arch, *gpu, memory.total)}")
+    if gpu is None:
         out("GPU         none here: plan.arch=H100, or another, plans for one and says whether it fits")
     out(f"schedule    {_schedule(recipe)}")
     out(f"data        {recipe.data.prefix or 'not set: data.prefix=PREFIX is needed to train'}")
     evaluated = f"every {t.eval_every_steps} steps on {t.eval_batches} batches = {t.eval_batches * t.global_batch} sequences"
     out(f"validation  {evaluated if t.eval_every_steps else 'off'}")
     out(f"checked     {checked.rules}")
-    _plan_report(checked, planned, out)
+    _plan_report(checked, failed or planned, out)
     return EXIT_OK
 
 
@@ -172,7 +181,8 @@ def _check_megatron(recipe: Recipe) -> str:
     return "the recipe's and Megatron-Core's rules"
 
 
-def _plan_report(checked: Checked, planned: RecipePlan, out: Callable[[str], None]) -> None:
+def _plan_report(checked: Checked, planned: RecipePlan | PlanError, out: Callable[[str], None]) -> None:
+    """What the layers run on; raises why they cannot be planned where that is given."""
     recipe, pins = checked.recipe, checked.pins
     if recipe.plan.layers != "layerplan":
         where = " on Transformer Engine" if recipe.plan.layers == "transformer_engine" else ""
@@ -183,6 +193,8 @@ def _plan_report(checked: Checked, planned: RecipePlan, out: Callable[[str], Non
         out(f"plan file   {recipe.plan.file}: {len(pins.of_arch(arch.name))} pins for {arch.name}; it holds pins for {pins.written_for()}")
     if checked.records.of_arch(arch.name):
         out(f"records     {checked.records.source}: measured on {', '.join(checked.records.gpus())}")
+    if isinstance(planned, Exception):
+        raise planned
     out(str(planned))
 
 

@@ -162,7 +162,6 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
-    where = environment()  # before Transformer Engine loads a cuDNN of its own
     lift(a.trial)
     parallel_state()
     x = torch.randn(SEQUENCE, BATCH, LLAMA8B["hidden_size"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -209,7 +208,7 @@ def main() -> None:
 
         print(layerplan.report(made[name].block))
     if a.out:
-        record = {"what": "two-layer block, Llama-3-8B dims, bf16, 8192 x 1", "pins": a.pins, "trial": a.trial, **where}
+        record = {"what": "two-layer block, Llama-3-8B dims, bf16, 8192 x 1", "pins": a.pins, "trial": a.trial, **environment()}
         a.out.write_text(json.dumps({**record, "rows": list(rows.values())}, indent=1) + "\n")
 
 

@@ -148,7 +148,8 @@ def figures(name: str, ours: Callable[..., torch.Tensor], aten: Callable[..., to
 
 
 def cudnn() -> int | str | None:
-    """Its version; in words where another library has loaded one that torch was not built for."""
+    """Its version; in words where another library has loaded one that torch was not built for. Loads torch's own: behind
+    that Transformer Engine cannot load the system's."""
     try:
         return torch.backends.cudnn.version()
     except RuntimeError as error:

@@ -1,15 +1,13 @@
 """The engines on quack-kernels beyond the shared cases: wide rows and vocabularies, sizes beyond 32 bits, layouts,
 epilogues, capture."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from layerplan.integration import ops
 from layerplan.integration.engines.arch import Arch
+from layerplan.integration.engines.contract import Offer
 from layerplan.integration.engines.packages import locate
-from layerplan.integration.planner import cover
 from layerplan.integration.planner import runner as runner_module
 from layerplan.integration.planner.planner import plan
 from layerplan.integration.planner.policy import Policy
@@ -168,8 +166,8 @@ def test_main_grad_is_accumulated_in_float32_wherever_it_lies(dtype, offset):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("tokens", [1031, 1, 0])
 def test_swiglu_and_its_gradient_in_the_epilogue_of_the_products_before_them(tokens, dtype, monkeypatch):
-    chosen = [dataclasses.replace(e, trial=e.trial and not e.id.startswith("linear_swiglu/")) for e in cover.MANIFEST]
-    monkeypatch.setattr(cover, "MANIFEST", tuple(chosen))
+    # so small that the host's cost would keep them apart
+    monkeypatch.setattr(Offer, "seconds", lambda offer, roofline: offer.launches * 1e-6)
     monkeypatch.setattr(runner_module, "_plans", {})
     gen = torch.Generator().manual_seed(0)
     values = [torch.randn(*s, generator=gen).to(dtype) for s in ((tokens, 264), (2 * 776, 264), (136, 776))]

@@ -1,8 +1,9 @@
 """Which engine's offer is the best for a node, and how a measurement and a prediction compare.
 
-The rule: a measured time counts as it is, and beside measured ones a predicted time counts only after it is multiplied
-by the largest ratio of measured to predicted time that any of them shows (at least 1), so that a prediction wins only
-if it would win even when it is as far off as the worst of them. Measured times whose quartiles overlap are equal, and
+The rule: a measured time counts as it is, or as the host's cost of the launch where that is more; beside measured ones
+a predicted time counts only after it is multiplied by the largest ratio of measured to predicted time that any of them
+shows (at least 1), so that a prediction wins only if it would win even when it is as far off as the worst of them.
+Measured times whose quartiles overlap are equal, and
 of equals the manifest's first is taken. The longest region goes first, but an offer over several nodes is taken only
 where it costs at most what the best offers for its nodes, each alone, cost together. An offer that a record calls wrong
 or failed is not ranked at all."""
@@ -84,6 +85,13 @@ class Priced:
         return None if self.record is None or self.record.microseconds is None else self.record.microseconds * 1e-6
 
     @property
+    def paid(self) -> float | None:
+        """The record's seconds as they rank: a record is the device's time alone, and a launch takes the host's at least."""
+        if self.measured is None or self.record.arch == "cpu":  # there the host's time is the device's
+            return self.measured
+        return max(self.measured, self.offer.host_us * 1e-6)
+
+    @property
     def seconds(self) -> float:
         """What the plan's sums take: measured where it is."""
         return self.predicted if self.measured is None else self.measured
@@ -115,6 +123,7 @@ class Parts:
 
     predicted: float
     measured: float | None
+    paid: float | None
     count: int
 
     @property
@@ -133,7 +142,7 @@ class Refused(Decline):
 def costs(ways: Sequence[Priced | Parts]) -> list[float]:
     """Comparable seconds of several ways to compute one thing, by the rule of this module."""
     doubt = _doubt(ways)
-    return [w.predicted * doubt if w.measured is None else w.measured for w in ways]
+    return [w.predicted * doubt if w.paid is None else w.paid for w in ways]
 
 
 def _doubt(ways: Sequence[Priced | Parts]) -> float:
@@ -227,7 +236,7 @@ class Ranking:
 
     def _parts(self, offer: Priced) -> Parts | None:
         """None where some node has no offer alone."""
-        predicted = measured = 0.0
+        predicted = measured = paid = 0.0
         for node in offer.region.nodes:
             offers, _ = self.alone(node)
             if not offers:
@@ -235,7 +244,9 @@ class Ranking:
             one = _cheapest(offers)
             predicted += one.predicted + self._copy_seconds(node)
             measured += math.nan if one.measured is None else one.measured
-        return Parts(predicted, None if math.isnan(measured) else measured, offer.size)
+            paid += math.nan if one.paid is None else one.paid
+        known = not math.isnan(measured)
+        return Parts(predicted, measured if known else None, paid if known else None, offer.size)
 
     def _copy_seconds(self, node: Node) -> float:
         """What the views that an op may give cost where they are not free: its readers, or the op itself, may have to

@@ -168,20 +168,33 @@ def test_a_region_of_several_ops_is_taken_only_where_it_costs_no_more_than_its_o
     (whole,) = plan(graph, SM90).forward.regions
     assert whole.ops == ("bias_dropout_add", "rms_norm", "squared_relu")
     own = ranking(graph)
-    alone = [(own.alone(n)[0][0].region, us) for n, us in zip(graph.nodes, (10.0, 20.0, 30.0), strict=True)]
+    alone = [(own.alone(n)[0][0].region, us) for n, us in zip(graph.nodes, (100.0, 200.0, 300.0), strict=True)]
     engines = ("pointwise/inductor", "norm/torch", "pointwise/inductor")
     parts = [row(region, engine, us) for (region, us), engine in zip(alone, engines, strict=True)]
-    parts.append(row(alone[1][0], "pointwise/inductor", 25.0))
-    parts.append(row(region_of(graph, graph.nodes[1:]), "pointwise/inductor", 51.0))
-    for us, fused in ((60.0, True), (61.0, False), (300.0, False)):
+    parts.append(row(alone[1][0], "pointwise/inductor", 250.0))
+    parts.append(row(region_of(graph, graph.nodes[1:]), "pointwise/inductor", 510.0))
+    for us, fused in ((600.0, True), (610.0, False), (3000.0, False)):
         made = plan(graph, SM90, records=Records((*parts, row(whole.region, "pointwise/inductor", us))))
         assert (len(made.forward.regions) == 1) is fused, us
         if not fused:
             assert [r.engine for r in made.forward.regions] == list(engines) and made.forward.seconds == pytest.approx(
-                60e-6
+                600e-6
             )
             (lost,) = [c for c in made.forward.regions[0].candidates if "apart" in c.reason]
-            assert lost.reason == f"its 3 ops cost less apart: measured 60.0 us, together measured {us:.1f} us (H200)"
+            assert lost.reason == f"its 3 ops cost less apart: measured 600.0 us, together measured {us:.1f} us (H200)"
+
+
+def test_a_record_ranks_as_the_hosts_cost_where_that_is_more():
+    graph = sdpa()
+    (region,) = plan(graph, SM90).forward.regions
+    offers = {p.entry.id: p.offer for p in ranking(graph).alone(graph.nodes[0])[0]}
+    quick, slow = sorted(("attention/torch_flash", "attention/torch_cudnn"), key=lambda e: offers[e].host_us)
+    assert offers[quick].host_us < offers[slow].host_us
+    tiny, long = offers[quick].host_us / 2, 10 * offers[slow].host_us
+    for us, chosen in (((tiny, tiny / 4), quick), ((long, long / 4), slow)):
+        records = Records(tuple(row(region.region, e, u) for e, u in zip((quick, slow), us, strict=True)))
+        (made,) = plan(graph, SM90, records=records).forward.regions
+        assert made.engine == chosen, us
 
 
 @needs_triton

@@ -15,6 +15,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -68,11 +69,18 @@ def run_ranks(
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
 
 
+def free_port() -> int:
+    """A port that nothing listens on, below those that the system gives to outgoing connections: one of these, free when it
+    was asked for, may be taken by the time a rank listens on it."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def _start(path: Path, name: str, world: int, folder: Path, env: dict[str, str], kwargs: Any) -> list[subprocess.Popen]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
+    port, ranks = free_port(), []
     for rank in range(world):
         variables = os.environ | {
             "RANK": str(rank),

@@ -9,9 +9,9 @@ import os
 import resource
 import shutil
 import signal
-import socket
 from pathlib import Path
 
+from harness import free_port
 from training_plans import PINNED, attention_answers
 from training_ranks import prepare_data, prepare_documents, quiet, recipe_of, refused, run, seal
 
@@ -204,9 +204,7 @@ def _joined(recipe) -> list[int]:
 
     port = [None]
     if dist.get_rank() == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = [probe.getsockname()[1]]
+        port = [free_port()]
     dist.broadcast_object_list(port, src=0)
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port[0])

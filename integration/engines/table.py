@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from .manifest import ALL, MANIFEST
@@ -22,19 +23,28 @@ def markdown() -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def between(text: str, begin: str, end: str, content: str) -> str:
+    """``text`` with ``content`` between two lines. Raises ValueError where it has not exactly one pair of them."""
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the text must hold exactly one line {begin!r} and, after it, one line {end!r}")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{content}\n{end}{rest.split(end)[1]}"
+
+
 def updated(text: str) -> str:
     """``text`` with a new table between its markers. Raises ValueError where it has not exactly one pair of them."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the text must hold exactly one line {BEGIN!r} and, after it, one line {END!r}")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{markdown()}\n{END}{rest.split(END)[1]}"
+    return between(text, BEGIN, END, markdown())
+
+
+def rewrite(path: Path, update: Callable[[str], str]) -> int:
+    """Bring a file up to date; the exit status."""
+    path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
 
 
 def main(arguments: list[str]) -> int:
     """Bring the named file (default README.md) up to date."""
-    path = Path(arguments[0] if arguments else "README.md")
-    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
+    return rewrite(Path(arguments[0] if arguments else "README.md"), updated)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 from ..engines.arch import ARCHS
 from ..engines.contract import Decline, Offer
 from ..engines.manifest import BY_ID, GPUS
+from ..engines.table import between, rewrite
 from ..graph.autodiff import accumulate_weight_grads, differentiate
 from ..graph.ir import Graph, GraphBuilder, TensorSpec
 from ..graph.ops.table import op_table
@@ -191,19 +192,13 @@ def _archs_of(engine: str) -> str:
 def updated(text: str) -> str:
     """``text`` with new tables between their markers. Raises ValueError where a family has not exactly one pair of them."""
     for family, table in tables().items():
-        begin, end = BEGIN.format(family), END.format(family)
-        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-            raise ValueError(f"the text must hold exactly one line {begin!r} and, after it, one line {end!r}")
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+        text = between(text, BEGIN.format(family), END.format(family), table)
     return text
 
 
 def main(arguments: list[str]) -> int:
     """Bring the named file (default INTEROP.md) up to date."""
-    path = Path(arguments[0] if arguments else "INTEROP.md")
-    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
+    return rewrite(Path(arguments[0] if arguments else "INTEROP.md"), updated)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engines.arch import ARCHS
 from ..engines.manifest import BY_ID, MANIFEST
+from . import json_file
 
 if TYPE_CHECKING:
     from .planner import Plan
@@ -108,20 +107,13 @@ def merged(parts: Iterable[Pins]) -> Pins:
 
 def save(path: Path, pins: Pins) -> None:
     """Write atomically: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(pins.to_json(), indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    json_file.write(path, pins.to_json())
 
 
 def load(path: str | Path, *, source: str | None = None, remedy: str | None = None) -> Pins:
     """The pins of a plan file. Raises PlanFileError naming the file and what is wrong with it."""
     name, path = source or f"plan file {path}", Path(path)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PlanFileError(f"{name}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:  # the last: brackets nested thousands deep
-        raise PlanFileError(f"{name}: cannot be read ({error})") from None
+    data = json_file.read(path, name, PlanFileError)
     archs = data.get("pins") if isinstance(data, dict) and data.get("format") == FORMAT else None
     if not isinstance(archs, dict) or not all(isinstance(rows, dict) for rows in archs.values()):
         raise PlanFileError(f"{name}: must be an object of format {FORMAT} with pins per arch")

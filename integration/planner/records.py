@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from ..engines.arch import ARCHS
 from ..engines.manifest import BY_ID, Entry
 from ..engines.packages import distribution, installed_version
 from ..settings import settings
+from . import json_file
 
 if TYPE_CHECKING:
     from ..engines.contract import Region
@@ -202,20 +202,13 @@ def _say_once(text: str) -> None:
 
 def save(path: Path, records: Records) -> None:
     """Write atomically: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(records.to_json(), indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    json_file.write(path, records.to_json())
 
 
 def load(path: str | Path, *, source: str | None = None) -> Records:
     """The records of a file. Raises RecordsError naming the file and what is wrong with it."""
     name, path = source or f"records file {path}", Path(path)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecordsError(f"{name}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:  # the last: brackets nested thousands deep
-        raise RecordsError(f"{name}: cannot be read ({error})") from None
+    data = json_file.read(path, name, RecordsError)
     rows = data.get("records") if isinstance(data, dict) and data.get("format") == FORMAT else None
     if not isinstance(rows, list):
         raise RecordsError(

@@ -1,4 +1,5 @@
-"""The command line: ``layerplan doctor | explain | plan | tune | pretrain | compare | data prepare | complete | demo``.
+"""The command line: ``layerplan doctor | explain | plan | compile | cache | tune | pretrain | compare | data | complete |
+demo``.
 
 Every body is imported inside its command, so that help and doctor need neither torch nor megatron. ``layerplan/__main__.py`` starts
 it, and says what to install where a package is absent.
@@ -15,10 +16,15 @@ from typing import Annotated, Any
 
 import typer
 
+from ..recipes import RECIPES
+
 app = typer.Typer(name="layerplan", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data", help="Datasets for pretraining.")
+cache_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(cache_app, name="cache", help="Compiled kernels: what is there, and how it gets to another machine.")
 
+RecipeName = Annotated[str, typer.Argument(help=f"Name of a recipe: {', '.join(RECIPES)}.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Fields of the recipe, for example train.steps=200.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -35,6 +41,12 @@ def _need(*extras: str) -> None:
     missing = {m: extra for extra in extras for m in EXTRAS[extra] if not locate(m).here}
     if missing:
         _fail(f"this command needs {', '.join(missing)}: {install_command(*dict.fromkeys(missing.values()))}", 1)
+
+
+def _need_folder_of(option: str, file: Path | None) -> None:
+    """Ends the command where the folder that a file is to be written into is not there: before torch is imported."""
+    if file is not None and not file.absolute().parent.is_dir():
+        _fail(f"{option} = {file}: the folder {file.parent} does not exist; make it, or name a file in another one", 2)
 
 
 def _refusing_bad_input(work: Callable[[], Any]) -> Any:
@@ -121,17 +133,20 @@ def explain(
 
 @app.command()
 def plan(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
+    recipe: RecipeName,
     overrides: Overrides = None,
     arch: Annotated[str | None, typer.Option("--arch", help="Plan for this arch; default: plan.arch of the recipe, or sm_90.")] = None,
-    save: Annotated[Path | None, typer.Option("--save", help="Write a plan file that plan.file=FILE pins.")] = None,
+    save: Annotated[Path | None, typer.Option("--save", help="Write a plan file that plan.file=FILE pins on that arch.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a recipe's layers for an arch and say what would run. Needs no GPU."""
     from ..recipes import load_recipe
+    from ..recipes.config import refuse_without_plans
     from .engines.arch import Arch
 
+    _need_folder_of("--save", save)
     chosen = _refusing_bad_input(lambda: load_recipe(recipe, overrides or []))
+    _refusing_bad_input(lambda: refuse_without_plans(chosen, "shown"))
     target = _refusing_bad_input(lambda: Arch.parse(arch or chosen.plan.arch or "sm_90"))
     from ..recipes.estimate import estimate_recipe
 
@@ -142,13 +157,42 @@ def plan(
         try:
             plan_file.save(save, found.pins())
         except OSError as e:
-            _fail(f"--save = {save}: cannot be written ({e}); name a file in a folder that is there", 2)
+            _fail(f"--save = {save}: cannot be written ({e.strerror}); name a file that can be", 2)
     print(json.dumps(found.to_json(), indent=2) if as_json else found)
+
+
+@app.command("compile")
+def compile_(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    arch: Annotated[list[str] | None, typer.Option("--arch", help="sm_90a, H100, ... Repeatable; default as plan.")] = None,
+    jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, help="Processes that compile.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Compile the kernels that a recipe's layers need, into the cache (exit code 1 where one fails). Needs no GPU."""
+    from ..recipes import load_recipe
+    from .engines.arch import Arch
+    from .settings import cache_folders
+
+    chosen = _refusing_bad_input(lambda: load_recipe(recipe, overrides or []))
+    names = arch or [chosen.plan.arch or "sm_90"]
+    targets = _refusing_bad_input(lambda: list(dict.fromkeys(map(Arch.parse, names))))
+    if not all(a.is_gpu for a in targets):
+        _fail("--arch = cpu: kernels are compiled for GPUs; name one such as sm_90", 2)
+    from ..recipes.compile import compile_recipe
+
+    def tell(done: Any) -> None:
+        seconds = "" if done.seconds is None else f"{done.seconds:6.1f} s"
+        print(f"{done.arch} {done.state:<10} {seconds:>8} {done.name}", file=sys.stderr)
+
+    found = _refusing_bad_input(lambda: compile_recipe(chosen, targets, jobs, cache_folders(), tell))
+    print(json.dumps(found.to_json(), indent=2) if as_json else found)
+    raise typer.Exit(1 if found.failed else 0)
 
 
 @app.command()
 def tune(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
+    recipe: RecipeName,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option("--out", help="Records to write, or to add to; default: plan.records, or records.json.")] = None,
     budget: Annotated[float, typer.Option("--budget", min=0.0, help="Seconds after which no further region is begun.")] = 600.0,
@@ -158,16 +202,18 @@ def tune(
     from ..recipes import load_recipe
 
     chosen = _refusing_bad_input(lambda: load_recipe(recipe, overrides or []))
+    file = out or Path(chosen.plan.records or "records.json")
+    _need_folder_of("--out", file)
     from ..recipes.tune import tune_recipe
 
-    found = _refusing_bad_input(lambda: tune_recipe(chosen, out or Path(chosen.plan.records or "records.json"), budget, device))
+    found = _refusing_bad_input(lambda: tune_recipe(chosen, file, budget, device))
     print(found)
     raise typer.Exit(1 if found.lost else 0)
 
 
 @app.command()
 def pretrain(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
+    recipe: RecipeName,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, print plan, parameters, memory and time; train nothing.")] = False,
 ) -> None:
@@ -181,7 +227,7 @@ def pretrain(
 
 @app.command()
 def compare(
-    recipe: Annotated[str, typer.Argument(help="Name of a recipe.")],
+    recipe: RecipeName,
     a: Annotated[str, typer.Argument(metavar="A", help="auto, strict, reference, with PATTERN=POLICY rows after commas; a plan file FILE.json; megatron.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The other side, in the same words.")],
     overrides: Overrides = None,
@@ -213,6 +259,102 @@ def prepare(
     raise typer.Exit(prepare_command(inputs, output_prefix, tokenizer, vocab_size, jsonl_key))
 
 
+def _cache_folder() -> Path:
+    """The folder that new kernels go into."""
+    from .settings import cache_folders
+
+    folders = cache_folders()
+    if not folders:
+        _fail("LAYERPLAN_CACHE is not set, and there is no home for a cache of compiled kernels; set it to a folder", 2)
+    return folders[0]
+
+
+def _of_cache(work: Callable[[Path], Any]) -> Any:
+    """``work`` on the cache's folder; files that cannot be read or written end the command with the message alone."""
+    from .plan_cache.key import KernelError
+
+    folder = _cache_folder()
+    try:
+        return work(folder)
+    except (KernelError, OSError) as e:
+        _fail(str(e), 2)
+
+
+@cache_app.command()
+def show(as_json: AsJson = False) -> None:
+    """List the compiled kernels of every folder of the cache."""
+    from .plan_cache.archive import listing
+    from .planner.text import aligned
+    from .settings import cache_folders
+
+    _cache_folder()
+    found = [listing(folder) for folder in cache_folders()]
+    if as_json:
+        print(json.dumps([f.to_json() for f in found], indent=2))
+        return
+    for f in found:
+        print("\n".join(aligned(f.rows())) if f.entries else "no kernels")
+        print(f"{f.folder}: {len(f.entries)} kernels, {f.nbytes / 2**20:.1f} MiB, {len(f.faults)} broken files\n")
+
+
+@cache_app.command()
+def verify() -> None:
+    """Check every file of the cache against its checksum, and name what is broken (exit code 1 where something is)."""
+    from .plan_cache.disk import scan
+
+    entries, faults = _of_cache(lambda folder: scan(folder, whole=True))
+    for fault in faults:
+        print(fault)
+    print(f"{len(entries)} whole, {len(faults)} files that are not: they are ignored, and replaced by the next compile")
+    raise typer.Exit(1 if faults else 0)
+
+
+@cache_app.command("export")
+def export_(
+    file: Annotated[Path, typer.Argument(help="The tar file to write.")],
+    arch: Annotated[str | None, typer.Option("--arch", help="Only kernels for this arch.")] = None,
+) -> None:
+    """Write the compiled kernels to a tar file, to be imported on another machine."""
+    from .engines.arch import Arch
+    from .plan_cache.archive import write_archive
+    from .plan_cache.disk import scan
+    from .plan_cache.key import chip
+
+    wanted = None if arch is None else _refusing_bad_input(lambda: chip(Arch.parse(arch)))
+
+    def work(folder: Path) -> int:
+        entries, _ = scan(folder, whole=True)
+        return write_archive([e for e in entries if wanted in (None, e.facts["inputs"]["arch"])], file)
+
+    print(f"{_of_cache(work)} kernels to {file}")
+
+
+@cache_app.command("import")
+def import_(file: Annotated[Path, typer.Argument(help="A tar file of 'layerplan cache export'.")]) -> None:
+    """Take the kernels of a tar file into the cache; what is broken is named (exit code 1 where something is)."""
+    from .plan_cache.archive import read_archive
+
+    taken, refused = _of_cache(lambda folder: read_archive(file, folder))
+    for fault in refused:
+        print(fault, file=sys.stderr)
+    print(f"{len(taken)} kernels taken, {len(refused)} files refused")
+    raise typer.Exit(1 if refused else 0)
+
+
+@cache_app.command("prune")
+def prune_(
+    days: Annotated[float | None, typer.Option("--days", min=0.0, help="Remove what was not used for so long.")] = None,
+    max_mib: Annotated[float | None, typer.Option("--max-mib", min=0.0, help="Keep so much, the latest used.")] = None,
+    other_versions: Annotated[bool, typer.Option("--other-versions", help="Remove other compiler versions'.")] = False,
+) -> None:
+    """Remove broken files, and the compiled kernels that the options name."""
+    from .plan_cache.archive import Limits, prune
+
+    limits = Limits(days, None if max_mib is None else int(max_mib * 2**20), other_versions)
+    gone, broken = _of_cache(lambda folder: prune(folder, limits))
+    print(f"{len(gone)} kernels and {len(broken)} broken files removed")
+
+
 @app.command()
 def complete(
     checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
@@ -230,7 +372,7 @@ def complete(
 
 @app.command()
 def demo(workdir: Annotated[Path, typer.Option("--workdir", help="Folder for data, checkpoints and curve.")] = Path("demo_run")) -> None:
-    """Prepare text found on this machine, train a tiny model on it for two minutes, resume, and complete a prompt."""
+    """Prepare text found on this machine, train a tiny model on it, resume, and complete a prompt: about three minutes."""
     _need("megatron", "train")
     from .training.demo import run_demo
 

@@ -11,6 +11,7 @@ import getpass
 import importlib.metadata as metadata
 import importlib.util
 import json
+import os
 import platform
 import re
 import subprocess
@@ -21,8 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .engines.packages import KNOWN_VERSIONS, Place, distribution, is_checkout, locate
-from .settings import SettingsError, relevant_environment, settings
+from .engines.packages import KNOWN_VERSIONS, Place, distribution, install_command, is_checkout, locate
+from .plan_cache import toolkit
+from .plan_cache.build import linker
+from .plan_cache.disk import scan
+from .settings import SettingsError, cache_folders, relevant_environment
 
 # distribution -> the module that it brings (None: it brings only other distributions)
 PACKAGES: dict[str, str | None] = {
@@ -31,6 +35,16 @@ PACKAGES: dict[str, str | None] = {
     "tokenizers": "tokenizers", "tensorboard": "tensorboard", "matplotlib": "matplotlib", "psutil": "psutil", "nvidia-cudnn-frontend": "cudnn",
     "quack-kernels": "quack", "flash-attn-4": "flash_attn.cute", "flash-attn": "flash_attn", "transformer-engine": "transformer_engine",
     "apex": "apex",
+}  # fmt: skip
+# packages that layerplan runs without: what each is for, and the extra that brings it
+OPTIONAL: dict[str, tuple[str, str | None]] = {
+    "triton": ("kernels that Inductor generates", None), "megatron-core": ("Megatron models and the trainer", "megatron"),
+    **dict.fromkeys(("omegaconf", "tokenizers", "tensorboard", "matplotlib", "psutil"), ("the trainer", "train")),
+    **dict.fromkeys(("quack-kernels", "flash-attn-4"), ("faster kernels", "peers")),
+    "nvidia-cudnn-frontend": ("comparisons: no engine needs it", "peers"),
+    "transformer-engine": ("plan.layers=transformer_engine, and comparisons with it", "te"),
+    "flash-attn": ("Transformer Engine, which takes it where it is there", None),
+    "apex": ("Megatron, which takes its optimiser and norms where it is there", None),
 }  # fmt: skip
 # what layerplan works with, as its own requirements say: at least, and below
 VERSIONS = {"nvidia-cutlass-dsl": ("4.8", None), "megatron-core": ("0.19", "0.20")}
@@ -74,7 +88,8 @@ print("\n" + json.dumps(facts))
 def collect(*, torch_timeout: float = 120.0) -> dict[str, Any]:
     """Everything the report shows, as JSON-able data.
 
-    Keys: layerplan, python, system, packages, libraries, megatron, torch, driver, gpus, engines, caches, environment, problems.
+    Keys: layerplan, python, system, packages, libraries, megatron, torch, driver, gpus, engines, compiler, caches, environment,
+    problems.
     ``problems`` lists what should be mended; ``torch_timeout`` (seconds) bounds the only slow part.
     """
     problems: list[str] = []
@@ -85,10 +100,7 @@ def collect(*, torch_timeout: float = 120.0) -> dict[str, Any]:
     packages = _packages(versions, problems)
     problems += _torch_problems(torch_facts, driver) + _library_problems(versions, torch_facts, environment)
     gpus = _gpus(torch_facts, problems)
-    try:
-        settings()
-    except SettingsError as e:
-        problems += [f"environment: {line}" for line in str(e).splitlines()]
+    problems += _environment_problems()
     return {
         "layerplan": _own_facts(),
         "python": {"version": platform.python_version(), "executable": sys.executable, "prefix": sys.prefix},
@@ -100,10 +112,22 @@ def collect(*, torch_timeout: float = 120.0) -> dict[str, Any]:
         "driver": driver,
         "gpus": gpus,
         "engines": _engines(torch_facts, gpus, problems),
+        "compiler": _compiler(versions),
         "caches": _caches(environment),
         "environment": environment,
         "problems": problems,
     }  # fmt: skip
+
+
+def _environment_problems() -> list[str]:
+    """Variables that are wrong, and the file of records that one names, where it cannot be read."""
+    from .planner.records import RecordsError, default_records
+
+    try:
+        default_records()
+    except (SettingsError, RecordsError) as e:
+        return [f"environment: {line}" for line in str(e).splitlines()]
+    return []
 
 
 def probe_torch(timeout: float) -> dict[str, Any]:
@@ -158,6 +182,9 @@ def _packages(versions: dict[str, str], problems: list[str]) -> dict[str, dict[s
             remark = f"its engines call internal functions of {KNOWN_VERSIONS[name]} and decline every other version"
         if remark and not place.here:
             problems.append(remark)
+        if name in OPTIONAL and version is None and remark is None:
+            purpose, extra = OPTIONAL[name]
+            remark = f"optional, for {purpose}" + (f": {install_command(extra)}" if extra else "")
         if version and (rule := _out_of_range(name, version)):
             problems.append(f"{name} {version} is installed, layerplan needs {rule}; pip install '{name}{rule}'")
         rows[name] = {"version": version, "location": place.location if place.here else None, "remark": remark}
@@ -355,6 +382,20 @@ def _why_not(entry: Any, arch: str, torch_facts: dict[str, Any], broken: dict[st
 
 
 def _caches(environment: dict[str, str]) -> list[dict[str, Any]]:
+    """Folders of compiled kernels: layerplan's own first, in the order in which they are read, and those of libraries."""
+    own = []
+    for i, folder in enumerate(cache_folders()):
+        try:
+            entries, faults = scan(folder)
+        except OSError as error:
+            remark = f"cannot be read: {error.strerror}"
+        else:
+            remark = f"{len(entries)} kernels" + (f", {len(faults)} broken files" if faults else "")
+        if i > 0:
+            remark += ", only read"
+        elif folder.is_dir() and not os.access(folder, os.W_OK):
+            remark += "; takes no new ones: each process compiles what is not there for itself"
+        own.append({"name": "layerplan", "path": str(folder), **_size(folder), "remark": remark})
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
@@ -366,7 +407,12 @@ def _caches(environment: dict[str, str]) -> list[dict[str, Any]]:
     }
     if environment.get("CUTE_DSL_CACHE_DIR"):
         places["cute_dsl"] = Path(environment["CUTE_DSL_CACHE_DIR"])
-    return [{"name": name, "path": str(path), **_size(path)} for name, path in places.items()]
+    return [*own, *({"name": name, "path": str(path), **_size(path), "remark": ""} for name, path in places.items())]
+
+
+def _compiler(versions: dict[str, str]) -> dict[str, Any]:
+    """What compiles our own kernels: nvidia-cutlass-dsl, for the CUDA version of its that this driver takes, and a linker."""
+    return {"dsl": versions.get("nvidia-cutlass-dsl"), "cuda": toolkit.major(), "linker": linker()}
 
 
 def _size(path: Path, limit_s: float = 3.0) -> dict[str, Any]:
@@ -426,10 +472,18 @@ def render(facts: dict[str, Any], console: Any) -> None:
         engines.add_row(row["id"], row["arch"], "yes" if row["runs"] else "no", escape(row["reason"] or row["note"]))
     console.print(engines)
 
-    caches = table("\ncaches", "name", "files", "MiB", "folder")
+    compiler = facts["compiler"]
+    if compiler["dsl"] and compiler["cuda"]:
+        linked = compiler["linker"] or "nothing: kernels load through the compiler, more slowly"
+        console.print(f"\nown kernels: compiled by nvidia-cutlass-dsl {compiler['dsl']} for CUDA {compiler['cuda']}, "
+                      f"linked by {escape(linked)}")  # fmt: skip
+    else:
+        console.print("\nown kernels: without nvidia-cutlass-dsl they are neither compiled nor loaded")
+
+    caches = table("\ncaches", "name", "files", "MiB", "folder", "remark")
     for row in facts["caches"]:
         more = "" if row["complete"] else "+"
-        caches.add_row(row["name"], f"{row['files']}{more}", f"{row['mib']}{more}", escape(row["path"]))
+        caches.add_row(row["name"], f"{row['files']}{more}", f"{row['mib']}{more}", escape(row["path"]), row["remark"])
     console.print(caches)
 
     console.print("\n[bold]environment[/]")

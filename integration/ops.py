@@ -16,24 +16,27 @@ from typing import Any
 
 import torch
 
-from .engines.manifest import BY_ID
-from .graph.ir import Graph, GraphBuilder
+from .graph.ir import Graph, GraphBuilder, ScaleSpec
 from .graph.ops.attention import check_cu_seqlens
+from .graph.ops.quantize import LAYOUTS, TENSOR, scale_spec
 from .planner.policy import Policy
 from .planner.runner import Runner, readable
-from .planner.shapes import SpecMaker, bucket
+from .planner.shapes import SpecMaker, bucket, dtype_name
 
 Tensor = torch.Tensor
 _runners: dict[tuple, Runner] = {}
 
 
 def _make(key: tuple, op: str, ports: tuple[str, ...], patterns: tuple[str, ...], attrs: dict[str, Any],
-          engine: str | None, policy: Policy | str | None, want: tuple[str, ...]) -> Runner:  # fmt: skip
-    """The runner of one op with one set of attributes and connected ports."""
+          engine: str | None, policy: Policy | str | None, want: tuple[str, ...], scaled: ScaleSpec | None = None) -> Runner:  # fmt: skip
+    """The runner of one op with one set of attributes and connected ports. ``scaled``: how the first input is scaled."""
 
     def build(*tensors: Tensor) -> Graph:
         b, spec = GraphBuilder(), SpecMaker()
-        values = {p: b.input(p, spec(t, pattern)) for p, t, pattern in zip(ports, tensors, patterns, strict=True)}
+        specs = {p: spec(t, pattern) for p, t, pattern in zip(ports, tensors, patterns, strict=True)}
+        if scaled is not None:
+            specs[ports[0]] = dataclasses.replace(specs[ports[0]], scale=scaled)
+        values = {p: b.input(p, s) for p, s in specs.items()}
         out = b.op(op, want=want, **values, **attrs)
         names = dict(b.node_of(out if isinstance(out, str) else out[0]).outputs)
         graph = b.build([names[p] for p in want])
@@ -46,11 +49,7 @@ def _make(key: tuple, op: str, ports: tuple[str, ...], patterns: tuple[str, ...]
         raise ValueError(f"{op}: policy per_module = {dict(chosen.per_module)}: patterns match names of modules, which a function has none of; "
                          "pass a mode or a Policy without them")  # fmt: skip
     if engine is not None:
-        chosen = dataclasses.replace(chosen, engine=engine)
-        row = BY_ID[engine]
-        if not row.is_reference and op not in row.ops:
-            able = ", ".join(e.id for e in BY_ID.values() if op in e.ops or e.is_reference)
-            raise ValueError(f"{op}: engine = {engine!r}: has no code for {op}; use one of {able}")
+        chosen = chosen.forcing(engine, op)
     runner = Runner(build, ports, policy=chosen, name=op)
     return runner
 
@@ -69,8 +68,8 @@ def _unhashable(op: str, policy: Any, **fields: Any) -> Exception:
 
 
 def _call(op: str, attrs: tuple[tuple[str, Any], ...], inputs: tuple[tuple[str, str, Tensor | None], ...],
-          engine: str | None, policy: Policy | str | None, want: tuple[str, ...]):  # fmt: skip
-    """The general path: ``inputs`` are (port, dim pattern, tensor or None)."""
+          engine: str | None, policy: Policy | str | None, want: tuple[str, ...], scaled: ScaleSpec | None = None):  # fmt: skip
+    """The general path: ``inputs`` are (port, dim pattern, tensor or None); ``scaled`` is what ``attrs`` say of the first one."""
     tensors = [i[2] for i in inputs if i[2] is not None]
     key = (op, *[i[2] is None for i in inputs], attrs, engine, policy, want)
     try:
@@ -80,7 +79,7 @@ def _call(op: str, attrs: tuple[tuple[str, Any], ...], inputs: tuple[tuple[str, 
     if runner is None:
         given = [i for i in inputs if i[2] is not None]
         ports, patterns = (tuple(i[k] for i in given) for k in (0, 1))
-        runner = _make(key, op, ports, patterns, dict(attrs), engine, policy, want)
+        runner = _make(key, op, ports, patterns, dict(attrs), engine, policy, want, scaled)
     return runner(*tensors)
 
 
@@ -233,6 +232,41 @@ def linear_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, *, ignore_index:
     without all of the logits at once. The backward makes them again: four products instead of three."""
     inputs = (("x", "*t k!", x), ("weight", "v! k!", w), ("targets", "*t", targets))
     return _call("linear_cross_entropy", (("ignore_index", ignore_index),), inputs, engine, policy, ("loss",))
+
+
+def quantize(x: Tensor, *, block: tuple[int, int], scale: Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn,
+             layout: str = "row", power_of_two: bool = False, transposed: bool = False, amax: bool = False,
+             engine: str | None = None, policy: Policy | str | None = None) -> tuple[Tensor, ...]:  # fmt: skip
+    """8-bit floats and what they must be multiplied by: ``(data, scale_inv)``, then ``data_t, scale_inv_t`` with ``transposed`` and
+    ``amax`` with ``amax``. The exact arithmetic stands in ``integration/graph/ops/quantize.py``.
+
+    ``x`` [..., n], bfloat16, float16 or float32 -> ``data`` [..., n] of ``dtype`` (float8_e4m3fn or float8_e5m2). ``block``, in (rows,
+    columns) of x as rows, one of
+
+    - (0, 0), the whole tensor: data = x * ``scale`` (float32 [1]), scale_inv [1] = 1 / scale. ``amax``: float32 [1], the largest |x|.
+    - (1, 128): scale_inv float32 [..., ceil(n / 128)], powers of two with ``power_of_two``.
+    - (1, 32), MXFP8: scale_inv float8_e8m0fnu [..., ceil(n / 32)], or ``layout="swizzled"`` for the tensor cores of sm_100.
+
+    ``transposed``: also data_t [n, rows] and its scales, in blocks along x's rows; of the whole tensor there is one scale for both.
+    x must not require a gradient.
+    """
+    whole = isinstance(block, tuple) and block == TENSOR
+    if amax and not whole:
+        raise ValueError(f"quantize: amax with block = {block!r}: is the whole tensor's; pass block=(0, 0) or drop amax")
+    want = ("data", "scale_inv", *(() if not transposed else ("data_t",) if whole else ("data_t", "scale_inv_t")), *(("amax",) if amax else ()))
+    attrs = (("dtype", dtype_name(dtype)), ("block", block), ("layout", layout), ("power_of_two", power_of_two))
+    return _call("quantize", attrs, (("x", "*t n!", x), ("scale", "i", scale)), engine, policy, want)
+
+
+def dequantize(data: Tensor, scale_inv: Tensor, *, block: tuple[int, int], dtype: torch.dtype = torch.bfloat16, layout: str = "row",
+               engine: str | None = None, policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """``data * scale_inv`` of each block, in ``dtype`` (bfloat16, float16 or float32): what ``quantize`` with the same ``block`` and
+    ``layout`` made, data_t with scale_inv_t too. The product is rounded to float32 and then to dtype."""
+    known = isinstance(block, tuple) and layout in LAYOUTS.get(block, ())  # the op's rule says what is wrong with others
+    pattern = "i" if block == TENSOR else "*t k" if layout == "row" else "r k"
+    attrs = (("dtype", dtype_name(dtype)), ("block", block), ("layout", layout))
+    inputs = (("data", "*t n", data), ("scale_inv", pattern, scale_inv))
+    return _call("dequantize", attrs, inputs, engine, policy, _Y, scale_spec(block, layout) if known else None)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[int | None, int | None] = (None, None),

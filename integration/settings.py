@@ -7,6 +7,7 @@ import difflib
 import functools
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, get_args
 
 PolicyMode = Literal["auto", "strict", "reference"]
@@ -21,6 +22,7 @@ VARIABLES = {
     "LAYERPLAN_LOG": "log level: debug, info, warning or error",
     "LAYERPLAN_RECORDS": "file of measured times ('layerplan tune') that ranking reads in place of predictions",
     "LAYERPLAN_NVTX": "NVTX ranges with module, pass and engine round each launch; needs CUDA",
+    "LAYERPLAN_CACHE": "folders of compiled kernels with colons between: new ones go into the first, others are only read",
 }
 
 
@@ -38,6 +40,7 @@ class Settings:
     log: str = "warning"
     records: str | None = None
     nvtx: bool = False
+    cache: str | None = None
 
     @staticmethod
     def from_env(env: Mapping[str, str]) -> Settings:
@@ -49,8 +52,9 @@ class Settings:
         env = {name: value for name, value in env.items() if name not in VARIABLES or value.strip()}
         for name in env:
             if name.startswith("LAYERPLAN_") and name not in VARIABLES:
-                close = difflib.get_close_matches(name, VARIABLES, 1)
-                hint = f"; did you mean {close[0]}?" if close else f"; known: {', '.join(VARIABLES)}"
+                own = {v.removeprefix("LAYERPLAN_"): v for v in VARIABLES}  # the prefix makes any two alike
+                close = difflib.get_close_matches(name.removeprefix("LAYERPLAN_"), own, 1)
+                hint = f"; did you mean {own[close[0]]}?" if close else f"; known: {', '.join(VARIABLES)}"
                 problems.append(f"{name} = {env[name]!r}: no such variable{hint}")
 
         def choice(name: str, allowed: tuple[str, ...], default: str) -> str:
@@ -72,6 +76,7 @@ class Settings:
             log=choice("LAYERPLAN_LOG", LOG_LEVELS, "warning"),
             records=env.get("LAYERPLAN_RECORDS", "").strip() or None,
             nvtx=flag("LAYERPLAN_NVTX"),
+            cache=env.get("LAYERPLAN_CACHE", "").strip() or None,
         )
         if problems:
             raise SettingsError("\n".join(problems))
@@ -88,6 +93,30 @@ def given() -> frozenset[str]:
 def settings() -> Settings:
     """The process's settings, read from the environment on first use."""
     return Settings.from_env(os.environ)
+
+
+def cache_folders(env: Mapping[str, str] | None = None) -> tuple[Path, ...]:
+    """Where compiled kernels are looked up, in this order; new ones go into the first. LAYERPLAN_CACHE, or
+    ``layerplan/kernels`` in the user's cache folder (XDG_CACHE_HOME, or ``~/.cache``); empty where a user has no home."""
+    env = os.environ if env is None else env
+    if given := env.get("LAYERPLAN_CACHE", "").strip():
+        return tuple(Path(part).expanduser().absolute() for part in given.split(os.pathsep) if part.strip())
+    user = env.get("XDG_CACHE_HOME", "")
+    if not user.startswith("/"):  # a relative one is to be ignored, by that standard
+        if not env.get("HOME"):
+            return ()
+        user = os.path.join(env["HOME"], ".cache")
+    return (Path(user, "layerplan", "kernels"),)
+
+
+def compiler_environment(chip: str, path: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What a process that compiles kernels for ``chip`` is started with: this one's environment with ``path`` to find
+    modules, no device, and of the compiler's own variables those alone that change no code."""
+    env = os.environ if env is None else env
+    harmless = ("CUTE_DSL_KEEP", "CUTE_DSL_DUMP", "CUTE_DSL_LOG")
+    kept = {name: value for name, value in env.items() if not name.startswith("CUTE_DSL_") or name.startswith(harmless)}
+    archs = {"CUTE_DSL_ARCH": chip, "QUACK_ARCH": chip.removesuffix("a")}
+    return kept | archs | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
 
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -1,16 +1,24 @@
 """layerplan: the layers of a Megatron model, planned onto the best kernels for the GPU at hand.
 
-``layerplan.ops`` holds the functions, ``layerplan.explain`` says what would run and why, ``layerplan.report`` what ran.
+``layerplan.ops`` holds the functions, ``layerplan.explain`` says what would run and why, ``layerplan.report`` what ran,
+``layerplan.warm`` makes a model's plans ready before the first step.
 Importing this package imports neither torch nor megatron.
 """
 
 from __future__ import annotations
 
+import sys
+
+# a checkout on PYTHONPATH meets any Python: this file is syntax that older ones read too
+if sys.version_info < (3, 12):  # noqa: UP036
+    _this = ".".join(map(str, sys.version_info[:2]))
+    raise ImportError("layerplan needs Python 3.12 or newer; this is " + _this + " (" + sys.executable + ")")
+
 import importlib
 from pathlib import Path as _Path
 
 __version__ = "0.1.0"
-__all__ = ["Arch", "Policy", "__version__", "apply_policy", "compare", "explain", "ops", "plan", "report"]
+__all__ = ["Arch", "Policy", "__version__", "apply_policy", "compare", "explain", "ops", "plan", "report", "warm"]
 
 _LAZY = {
     "Arch": ("integration.engines.arch", "Arch"),
@@ -21,6 +29,7 @@ _LAZY = {
     "ops": ("integration.ops", None),
     "plan": ("integration.planner.planner", "plan"),
     "report": ("integration.planner.report", "report"),
+    "warm": ("modules.warm", "warm"),
 }
 
 _root = _Path(__file__).resolve().parent

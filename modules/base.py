@@ -95,7 +95,8 @@ def planned_names(model: torch.nn.Module) -> list[str]:
 def apply_policy(model: torch.nn.Module, policy: Policy | str | Mapping[str, str] | None, *, pins: Pins | str | Path | None = None,
                  records: Records | str | Path | None = None, rename: Callable[[str], str] = str) -> None:  # fmt: skip
     """Set the policy of every layerplan module of ``model``; patterns of ``per_module`` match its module names, or what ``rename``
-    makes of them. ValueError where a pattern holds for no module, with close names; nothing is set then.
+    makes of them. ValueError where a pattern holds for no module, with close names, or where no module is layerplan's; nothing is
+    set then.
 
     ``pins``, a plan file's path or what ``planner.plan_file.load`` made of it: regions that they name run on the engine and with
     the knobs that they say. Where the engine no longer takes one, planning it is a PlanError; PlanFileError for a file that
@@ -108,7 +109,11 @@ def apply_policy(model: torch.nn.Module, policy: Policy | str | Mapping[str, str
         raise TypeError(f"apply_policy: pins = {type(pins).__name__}: must be a plan file's path, its Pins, or None")
     records = given_records(records)
     chosen = Policy.of(policy)
-    chosen.hold_against(rename(n) for n in planned_names(model))
+    names = planned_names(model)
+    if not names:
+        raise ValueError(f"apply_policy: model = {type(model).__name__}: holds no module of layerplan, so that nothing "
+                         "would be planned; build it with layerplan's layers")  # fmt: skip
+    chosen.hold_against(rename(n) for n in names)
     for name, module in model.named_modules():
         if isinstance(module, PlannedModule):
             module.set_policy(chosen.for_module(rename(name)), name, pins=pins, records=records)

@@ -232,6 +232,11 @@ class HeadLayout:
     head_dim: int
 
 
+QK_NORM_INPUTS = frozenset({"qkv_split"})
+"""The op of ``self_attention_graph`` whose results its qk-norm's gradient reads: as a save policy, the QKV product is kept in place of
+queries, keys and values, which are views of it. Without qk-norm that would keep more."""
+
+
 def self_attention_graph(tp: TensorParallel, heads: HeadLayout, names: tuple[str, ...], attrs: dict[str, object], *,
                          norm: NormAttrs | None, qk_norm: NormAttrs | None, interleaved: bool) -> Callable[..., Graph]:  # fmt: skip
     """[norm,] QKV projection, split, [qk-norm,] [rotary embedding,] attention, output projection, with the collectives of

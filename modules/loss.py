@@ -39,17 +39,14 @@ def cross_entropy_graph(
         tokens = (tensors[0].shape[0] * shards, *tensors[0].shape[1:-1])
         # as many as the gathered tokens; what is not, the op refuses with names
         fits = tensors[0].dim() > 1 and tuple(targets.shape) == tokens
-        t = b.input(
-            "targets", TensorSpec(b.specs[x].shape[:-1], dtype_name(targets.dtype)) if fits else spec(targets, "*t")
-        )
+        own = TensorSpec(b.specs[x].shape[:-1], dtype_name(targets.dtype)) if fits else spec(targets, "*t")
+        t = b.input("targets", own)
         ports = {"x": x, "weight": v["weight"]} if linear else {"logits": x}
         op = "linear_cross_entropy" if linear else "cross_entropy"
         if tp.size == 1:
             return b.build([b.op(op, targets=t, ignore_index=ignore_index, **ports)])
-        shard = {
-            "classes": b.specs[v["weight"]].shape[0] if linear else b.specs[x].shape[-1],
-            "ignore_index": ignore_index,
-        }
+        classes = b.specs[v["weight"]].shape[0] if linear else b.specs[x].shape[-1]
+        shard = {"classes": classes, "ignore_index": ignore_index}
         own, hits = b.op("shard_targets", targets=t, first=b.input("first", spec(given["first"], "i")), **shard)
         loss, lse = b.op(op, want=("loss", "lse"), targets=own, ignore_index=NOWHERE, **ports)
         stats = b.op("all_gather", x=b.op("stack_shard", loss=loss, lse=lse), group=tp.symbol, size=tp.size)
@@ -73,13 +70,8 @@ class CrossEntropy(PlannedModule):
         ignore_index: int = -100,
     ) -> None:
         super().__init__()
-        self.classes, self.tp, self.group, self.rank, self.ignore_index = (
-            classes,
-            tp or TensorParallel(),
-            group,
-            rank,
-            ignore_index,
-        )
+        self.classes, self.rank, self.ignore_index = classes, rank, ignore_index
+        self.tp, self.group = tp or TensorParallel(), group
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """logits [*t, classes], targets [*t] int32 or int64 -> loss [*t], float32 or wider."""
@@ -107,9 +99,8 @@ class CrossEntropy(PlannedModule):
     def _run(self, linear: bool, tensors: tuple[torch.Tensor, ...], sink: WeightGrads | None) -> torch.Tensor:
         tp = self.tp
         names, build = cross_entropy_graph(tp, linear=linear, ignore_index=self.ignore_index)
-        again = frozenset(
-            {"all_gather"} if linear and tp.sequence else ()
-        )  # the gathered tokens, as a column-parallel linear does
+        # the tokens are gathered again in the backward, as a column-parallel linear does it
+        again = frozenset({"all_gather"} if linear and tp.sequence else ())
         runner = self.planned((linear,), names, build, recompute=again, groups={tp.symbol: self.group})
         if tp.size > 1:
             tensors = (*tensors, self._first(tensors[0].device))

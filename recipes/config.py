@@ -466,10 +466,20 @@ def load_records(recipe: Recipe) -> Records:
     field, value, remedy = ("LAYERPLAN_RECORDS", settings().records, "or unset it") if file is None else ("plan.records", file, "or set plan.records=none")
     source = f"{field} = {value}"
     try:
-        return records_file.default_records() if file is None else records_file.load(Path(file), source=source)
+        if file is None:
+            return records_file.default_records(remedy="")
+        return records_file.load(Path(file), source=source, remedy="")
     except RecordsError as error:
         rule = str(error).removeprefix(f"{source}: ")
         raise RecipeError([Problem(field, value, rule, f"write it anew (layerplan tune RECIPE --out FILE), {remedy}")]) from None
+
+
+def refuse_without_plans(recipe: Recipe, what: str) -> None:
+    """ValueError where other layers than layerplan's run: nothing of the recipe is planned. ``what``: what would have
+    been done with its plans."""
+    layers = recipe.plan.layers
+    if layers != "layerplan":
+        raise ValueError(f"plan.layers = {layers!r}: runs no plans that could be {what}; set plan.layers=layerplan")
 
 
 def folder_problems(recipe: Recipe) -> list[Problem]:
@@ -498,5 +508,5 @@ def _arch(name: str | None) -> list[Problem]:
         if name is not None:
             Arch.parse(name)
     except ValueError as error:
-        return [Problem("plan.arch", name, str(error).partition(": ")[2], "or leave it out: the device at hand")]
+        return [Problem("plan.arch", name, str(error).partition(": ")[2], "name one of these, or leave it out")]
     return []

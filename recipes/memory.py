@@ -1,7 +1,8 @@
 """Memory of one rank: what is always there, and the most that a step adds, from the plans of the recipe's layers.
 
-A step is walked through as it runs: each region allocates its outputs and the workspace that its engine announced, a value is freed
-behind its last reader, and what a plan saves stays until its backward has read it. Sizes and lifetimes are the plans' own.
+A step is walked through as it runs: each region allocates its outputs and the workspace that its engine announced, a
+value is freed behind its last reader, and what a plan saves stays until its backward has read it. Sizes and lifetimes
+are the plans' own.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _HANDLES = 2  # the main thread's and autograd's: PyTorch keeps one cuBLAS works
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the fullest rank, at the step's peak. ``activations``: what layers have saved for their backward. ``logits``: the
-    logits and what the loss makes of them. ``working``: gradients and intermediate results of what runs at the peak.
-    ``buffers``: rotary tables, the batch, gathered tokens of the output layer, cuBLAS workspaces."""
+    """Bytes of the fullest rank, at the step's peak. ``activations``: what layers have saved for their backward.
+    ``logits``: the logits and what the loss makes of them. ``working``: gradients and intermediate results of what runs
+    at the peak. ``buffers``: rotary tables, the batch, gathered tokens of the output layer, cuBLAS workspaces."""
 
     weights: int
     gradients: int
@@ -43,15 +44,17 @@ class Memory:
 
     def terms(self) -> dict[str, int]:
         """Name of each part, as the dry run says it, and its bytes."""
-        return {"optimiser" if f.name == "optimizer" else f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        names = [f.name for f in dataclasses.fields(self)]
+        return {"optimiser" if n == "optimizer" else n: getattr(self, n) for n in names}
 
 
 def memory_estimate(recipe: Recipe, arch: Arch, world: int | None = None, planned: RecipePlan | None = None) -> Memory:
-    """What PyTorch's allocator holds at most on the fullest of ``world`` ranks (default: one data-parallel replica) of ``arch``.
+    """What PyTorch's allocator holds at most on the fullest of ``world`` ranks (default: one data-parallel replica) of
+    ``arch``.
 
-    ``planned``: the recipe's plans where the caller has them. The CUDA context, communication buffers and fragmentation are not in
-    it. Layers that are not layerplan's are taken to save what ours do; Megatron's local attention also its scores. Raises what
-    ``estimate_recipe`` raises.
+    ``planned``: the recipe's plans where the caller has them. The CUDA context, communication buffers and fragmentation
+    are not in it. Layers that are not layerplan's are taken to save what ours do; Megatron's local attention also its
+    scores. Raises what ``estimate_recipe`` raises.
     """
     p, t = recipe.parallel, recipe.train
     planned = estimate_recipe(recipe, arch) if planned is None else planned
@@ -78,10 +81,12 @@ def _static(recipe: Recipe, arch: Arch, data: int) -> dict[str, int]:
     tokens = t.micro_batch * m.seq_length
     batch = tokens * (3 * ITEMSIZE["int64"] + ITEMSIZE["float32"])  # tokens, positions, labels and the loss mask
     rotary = 2 * m.seq_length * m.head_width * ITEMSIZE["float32"]  # the angles, their cos and sin
-    gathered = tokens * m.hidden_size * width if p.sequence and p.tensor > 1 and recipe.plan.loss_runs != "chunked" else 0
+    gathers = p.sequence and p.tensor > 1 and recipe.plan.loss_runs != "chunked"
+    gathered = tokens * m.hidden_size * width if gathers else 0
     return {
         "weights": params * width, "gradients": params * ITEMSIZE["float32"],
-        "optimizer": params * (4 * 3 if width == 2 else 4 * 2) // shards,  # fp32 moments, and fp32 weights where training is bf16
+        # fp32 moments, and fp32 weights where training is bf16
+        "optimizer": params * (4 * 3 if width == 2 else 4 * 2) // shards,
         "buffers": batch + rotary + gathered + _HANDLES * _cublas_workspace(arch),
     }  # fmt: skip
 
@@ -94,16 +99,18 @@ def _cublas_workspace(arch: Arch) -> int:
 
 
 def memory_fit(recipe: Recipe, arch: Arch, board: str, gib: float, need: int | None = None) -> str:
-    """Whether one replica fits a GPU of ``arch`` called ``board`` with ``gib`` GiB, in one line; where it does not, with each single
-    change that makes it fit. ``need``: the total of ``memory_estimate`` where the caller has it."""
+    """Whether one replica fits a GPU of ``arch`` called ``board`` with ``gib`` GiB, in one line; where it does not,
+    with each single change that makes it fit. ``need``: the total of ``memory_estimate`` where the caller has it."""
     need = (memory_estimate(recipe, arch).total if need is None else need) / 2**30
     if need <= gib:
-        return f"{board} has {gib:.0f} GiB: {gib - need:.0f} are left for the CUDA context, communication buffers and fragmentation"
+        return (f"{board} has {gib:.0f} GiB: {gib - need:.0f} are left for the CUDA context, communication buffers and "
+                "fragmentation")  # fmt: skip
     return f"it does not fit {board}, which has {gib:.0f} GiB; {_what_makes_it_fit(recipe, arch, int(gib * 2**30))}"
 
 
 def _what_makes_it_fit(recipe: Recipe, arch: Arch, most: int) -> str:
-    recipe = dataclasses.replace(recipe, plan=dataclasses.replace(recipe.plan, file=None))  # its pins may be of this layout alone
+    # the pins of a plan file may be of this layout alone
+    recipe = dataclasses.replace(recipe, plan=dataclasses.replace(recipe.plan, file=None))
     m, p, t = recipe.model, recipe.parallel, recipe.train
     block, found = p.tensor * p.pipeline, []
     steps = t.global_batch // max(t.micro_batch, 1)
@@ -121,7 +128,8 @@ def _what_makes_it_fit(recipe: Recipe, arch: Arch, most: int) -> str:
     if (stage := next((n for n in stages if fits("parallel", pipeline=n)), None)) is not None:
         found.append(f"parallel.pipeline={stage}")
     if not found:
-        return "neither more replicas nor plan.recompute=full nor more pipeline stages alone make it fit: raise parallel.tensor as well"
+        return ("neither more replicas nor plan.recompute=full nor more pipeline stages alone make it fit: raise "
+                "parallel.tensor as well")  # fmt: skip
     return f"it does with {', or '.join(found)}"
 
 
@@ -136,8 +144,8 @@ class _Storage:
 
 
 class _Ledger:
-    """Bytes that are held now and at the peak, by kind. A storage is held once by whoever made it; None stands for tensors that
-    are there all the time."""
+    """Bytes that are held now and at the peak, by kind. A storage is held once by whoever made it; None stands for
+    tensors that are there all the time."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
@@ -196,9 +204,11 @@ class _Walk:
     def __init__(self, ledger: _Ledger) -> None:
         self.ledger = ledger
 
-    def forward(self, g: PlannedGraph, given: Values, recorded: bool, kind: str = "working") -> tuple[_Storage | None, _Saved | None]:
-        """Run a forward plan. ``given``: its inputs that are not there all the time; the caller keeps holding them. The first output is
-        held for the caller; with ``recorded`` so is what the backward reads."""
+    def forward(
+        self, g: PlannedGraph, given: Values, recorded: bool, kind: str = "working"
+    ) -> tuple[_Storage | None, _Saved | None]:
+        """Run a forward plan. ``given``: its inputs that are not there all the time; the caller keeps holding them. The
+        first output is held for the caller; with ``recorded`` so is what the backward reads."""
         part, derived = g.plan.forward, g.plan.derived
         saved = derived.saved if recorded else ()
         outputs = part.graph.outputs[: derived.num_outputs]
@@ -214,8 +224,9 @@ class _Walk:
         return out, _Saved(g, {v: s for v in saved if (s := values.get(v)) is not None}) if recorded else None
 
     def backward(self, saved: _Saved, grad: _Storage | None, kind: str = "working") -> _Storage | None:
-        """Run a plan's backward from the gradient of its first output, which the caller keeps holding. Returns the gradient of its
-        first input, held for the caller. Weight gradients, and what stands for those that were added elsewhere, go at its end."""
+        """Run a plan's backward from the gradient of its first output, which the caller keeps holding. Returns the
+        gradient of its first input, held for the caller. Weight gradients, and what stands for those that were added
+        elsewhere, go at its end."""
         g = saved.graph
         plan, part = g.plan, g.plan.backward
         names = [v for v in part.graph.inputs if v not in plan.derived.saved and not v.startswith("main_grad")]
@@ -225,7 +236,8 @@ class _Walk:
         self.ledger.drop(*(saved.values[v] for v in unread))
         self._regions(part, values, set(part.graph.outputs), g.sizes, kind)
         weights = plan.forward.graph
-        added = [weights.inputs[int(v.removeprefix("main_grad"))] for v in part.graph.inputs if v.startswith("main_grad")]
+        buffers = [v for v in part.graph.inputs if v.startswith("main_grad")]
+        added = [weights.inputs[int(v.removeprefix("main_grad"))] for v in buffers]
         dummies = [self.ledger.new(_nbytes(weights.specs[v], g.sizes)) for v in added]
         result = values[part.graph.outputs[0]]
         self.ledger.hold(result)
@@ -233,7 +245,7 @@ class _Walk:
         return result
 
     def _regions(self, part: GraphPlan, values: Values, keep: set[str], sizes: Mapping[str, int], kind: str) -> None:
-        """Run regions in order. ``values`` comes with the inputs, each held once, and leaves with what is in ``keep`` alone."""
+        """Run regions in order. ``values`` comes with the inputs, each held once, and leaves with ``keep`` alone."""
         last = {v: i for i, r in enumerate(part.regions) for v in (*r.region.graph.inputs, *r.region.graph.outputs)}
         for i, r in enumerate(part.regions):
             views = _views(r)
@@ -244,15 +256,17 @@ class _Walk:
                 else:
                     values[v] = self.ledger.new(_nbytes(r.region.graph.specs[v], sizes), kind)
             self.ledger.passing(r.offer.workspace_bytes, kind)
-            for v in [v for v in (*r.region.graph.inputs, *r.region.graph.outputs) if v in values and last[v] == i and v not in keep]:
-                self.ledger.drop(values.pop(v))
+            for v in (*r.region.graph.inputs, *r.region.graph.outputs):
+                if v in values and last[v] == i and v not in keep:
+                    self.ledger.drop(values.pop(v))
 
 
 def _views(r: PlannedRegion) -> dict[str, str]:
-    """Outputs of a region that need no memory of their own -> the input that they lie in. What a region computes beside them is
-    compiled, and then views are results of their own."""
+    """Outputs of a region that need no memory of their own -> the input that they lie in. What a region computes beside
+    them is compiled, and then views are results of their own."""
     table, nodes = op_table(), r.region.nodes
-    found = {n.output("dweight"): n.input("accumulate") for n in nodes if n.input("accumulate") is not None and n.output("dweight") is not None}
+    sums = [(n.output("dweight"), n.input("accumulate")) for n in nodes]
+    found = {made: into for made, into in sums if made is not None and into is not None}
     if r.engine == "runner":
         (n,) = nodes
         return {n.output("y"): n.input("x")} if n.op == "group_copy" or n.attr("size") == 1 else {}
@@ -264,7 +278,10 @@ def _views(r: PlannedRegion) -> dict[str, str]:
 
 
 def _size(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """The size of a dim of a recipe's graph: an input's, or that times or over the ranks of a collective."""
+    """The size of a dim of a recipe's graph: an input's, that times or over the ranks of a collective, or one computed
+    from these."""
+    if dim.of:
+        return dim.at(lambda d: _size(d, sizes))
     if dim.name in sizes:
         return sizes[dim.name]
     for sign in "*/":
@@ -296,10 +313,12 @@ class _Step(_Walk):
         m, p, plan = recipe.model, recipe.parallel, recipe.plan
         self.width = ITEMSIZE[recipe.precision.tensor_dtype]
         self.tokens = recipe.train.micro_batch * m.seq_length
-        self.hidden = self.tokens * m.hidden_size * self.width // (p.tensor if p.sequence else 1)  # of this rank's shard
-        self.mask = self.hidden // self.width if planned.graphs[0].plan.arch.is_gpu else self.hidden  # of dropout: bool, factors on a CPU
+        # of this rank's shard
+        self.hidden = self.tokens * m.hidden_size * self.width // (p.tensor if p.sequence else 1)
+        # of dropout: bool, on a CPU factors
+        self.mask = self.hidden // self.width if planned.graphs[0].plan.arch.is_gpu else self.hidden
         self.weight = m.vocab_size * m.hidden_size * self.width // p.tensor  # of the embedding, and of the output layer
-        self.again = set(plan.recompute_modules) if plan.recompute == "selective" else {"layer"} if plan.recompute == "full" else set()
+        self.again = {"selective": set(plan.recompute_modules), "full": {"layer"}}.get(plan.recompute, set())
         self.fused_adds = plan.fuse_residual and plan.layers == "layerplan"
 
     def peak(self, in_flight: int) -> Counter[str]:
@@ -335,7 +354,9 @@ class _Step(_Walk):
             self.ledger.new(self.mask, "activations")  # the mask, until the end of the backward
         return h
 
-    def _layer(self, attention: PlannedGraph, mlp: PlannedGraph, h: _Storage, recorded: bool) -> tuple[_Storage, list | None]:
+    def _layer(
+        self, attention: PlannedGraph, mlp: PlannedGraph, h: _Storage, recorded: bool
+    ) -> tuple[_Storage, list | None]:
         ledger = self.ledger
         out, saved_attention = self.forward(attention, {"x": h}, recorded)
         masks: list[_Storage] = []
@@ -406,8 +427,8 @@ class _Step(_Walk):
         return self.tokens * self.recipe.model.vocab_size * width // self.recipe.parallel.tensor
 
     def _head_backward(self, saved: list) -> tuple[_Storage, list[_Storage]]:
-        """The gradient of the last layer's output, and what stays until the end of the backward: the output layer's part of the
-        gradient of tied weights."""
+        """The gradient of the last layer's output, and what stays until the end of the backward: the output layer's
+        part of the gradient of tied weights."""
         ledger, plan, kept = self.ledger, self.recipe.plan, []
         tied = self.recipe.model.tie_embeddings and self.first
         if plan.loss_runs == "chunked":
@@ -461,7 +482,8 @@ class _Step(_Walk):
         ledger.drop(grad, *kept)
 
     def _layer_backward(self, saved: list, grad: _Storage) -> _Storage:
-        """The gradient of the layer's input; ``grad``, that of its output, goes. Autograd adds the residual's in place."""
+        """The gradient of the layer's input; ``grad``, that of its output, goes. Autograd adds the residual's in
+        place."""
         ledger = self.ledger
         saved_attention, saved_mlp, masks, scores = saved
         if isinstance(saved_mlp, tuple):
@@ -482,7 +504,8 @@ class _Step(_Walk):
         return grad
 
     def _branch_backward(self, saved: _Saved, grad: _Storage, masks: list[_Storage]) -> _Storage:
-        """Backward of an add and of the branch in front of it. The stream's gradient stays where it is and takes the branch's."""
+        """Backward of an add and of the branch in front of it. The stream's gradient stays where it is and takes the
+        branch's."""
         ledger, arrives = self.ledger, grad
         if masks:
             arrives = ledger.new(self.hidden)

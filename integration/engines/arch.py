@@ -49,7 +49,9 @@ class Arch:
         key = name.lower().replace("sm", "").strip("_").rstrip("af")
         key = "cpu" if key == "cpu" or name.lower() == "cpu" else f"sm_{key}"
         if key not in ARCHS:
-            close = difflib.get_close_matches(board, GPU_NAMES, 1) or difflib.get_close_matches(key, ARCHS, 1)
+            close = difflib.get_close_matches(board, GPU_NAMES, 1, _CLOSE)
+            if re.fullmatch(r"sm_\d+", key):  # a number; a GPU's name with sm_ before it is like any arch
+                close = difflib.get_close_matches(key, ARCHS, 1, _CLOSE)
             hint = f"; did you mean {close[0].upper() if close[0] in GPU_NAMES else close[0]!r}?" if close else ""
             raise ValueError(f"arch = {name!r}: must be one of {', '.join(ARCHS)}, or a GPU's name such as H100{hint}")
         return ARCHS[key]
@@ -120,4 +122,5 @@ _BOARDS: dict[str, dict[str, int]] = {
     "sm_103": {"b300": 270, "gb300": 279},
     "sm_120": {"rtxpro6000": 96, "rtx5090": 32},
 }
+_CLOSE = 0.8  # the least likeness of a slip: other GPUs' names are alike too (V100, H100)
 GPU_NAMES: dict[str, str] = {name: arch for arch, boards in _BOARDS.items() for name in boards}

@@ -128,10 +128,39 @@ class Region:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Pattern:
+    """A connected part of a graph, in any order: its nodes' ops, and the values that they pass to each other as
+    ``Region.edges`` gives them (producer's index, its port, reader's index, its port); None stands for any port."""
+
+    ops: tuple[str, ...]
+    edges: tuple[tuple[int, str | None, int, str | None], ...]
+
+    @staticmethod
+    def of(given: tuple[str, ...] | Pattern) -> Pattern:
+        """A pattern as it is, ops as a chain: each reads something of the one before it."""
+        if isinstance(given, Pattern):
+            return given
+        return Pattern(given, tuple((i, None, i + 1, None) for i in range(len(given) - 1)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """One of our own kernels. ``target`` is ``module:function`` of its device code; ``constants`` are the keyword arguments of that
+    function, JSON values: together with the arch all that the code depends on, and never a tensor."""
+
+    target: str
+    constants: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class BuildContext:
+    """``compile(kernel)`` gives one of our own kernels for ``arch``, from the cache where it is there: a function over tensors that
+    launches on the current stream."""
+
     region: Region
     arch: Arch
     offer: Offer
+    compile: Callable[[Kernel], Callable[..., Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,11 +172,13 @@ class CompiledRegion:
 
 class Engine:
     """Base of all engines. ``id`` is permanent and never reused. ``fuses`` engines take connected regions of several
-    nodes from ``ops``; the others take single nodes, or the chains named in ``patterns``."""
+    nodes from ``ops``; the others take single nodes, or what ``patterns`` describe. ``not_ahead``: why nothing of
+    it is compiled ahead, where nothing is."""
 
     id: ClassVar[str]
     fuses: ClassVar[bool] = False
-    patterns: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    not_ahead: ClassVar[str] = "its library holds compiled kernels"
+    patterns: ClassVar[tuple[tuple[str, ...] | Pattern, ...]] = ()  # a tuple of ops is ``Pattern.chain`` of them
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
         raise NotImplementedError
@@ -159,6 +190,21 @@ class Engine:
         if isinstance(answer, Offer) and dict(answer.knobs) != dict(knobs):
             return Decline(f"runs with knobs {dict(answer.knobs)} alone, not with {dict(knobs)}")
         return answer
+
+    def kernels(self, region: Region, arch: Arch, offer: Offer) -> tuple[Kernel, ...]:
+        """Our own kernels that ``build`` will ask ``ctx.compile`` for: what can be compiled ahead."""
+        return ()
+
+    def ahead_variables(self, ctx: BuildContext, folder: str) -> dict[str, str] | None:
+        """The environment variables by which the engine's library keeps what it compiles in a cache below ``folder``, of
+        that arch's own: set where ``compile_ahead`` runs, and where its result is used. None where nothing of a library
+        can be compiled ahead; ``not_ahead`` then says why."""
+        return None
+
+    def compile_ahead(self, ctx: BuildContext) -> None:
+        """Compiles what ``build`` would into the library's cache, in a process of its own whose environment names the
+        arch, and without asking the driver for anything."""
+        raise NotImplementedError
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
         raise NotImplementedError

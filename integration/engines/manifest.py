@@ -59,10 +59,11 @@ _SHARDS = ("shard_targets", "stack_shard", "shard_loss")
 _HEADS = ("split", "concat", "unflatten_heads", "flatten_heads", "expand_heads", "sum_heads")
 _K = "layerplan.kernels"
 _QUACK = ("torch", "quack")
+_OWN = ("torch", "tvm_ffi", "cutlass")  # own kernels: what compiles and loads them
 
 MANIFEST: tuple[Entry, ...] = (
     Entry("linear/torch", f"{_K}.linear.torch:TorchLinear", ("linear", "linear_dgrad", "linear_wgrad"), ALL,
-          note="cuBLAS; fp32 accumulation into main_grad through addmm.dtype_out"),
+          note="torch's matmul (cuBLAS on a GPU); fp32 accumulation into main_grad through addmm.dtype_out"),
     Entry("linear/quack", f"{_K}.linear.quack:QuackLinear", ("linear", "linear_dgrad", "linear_wgrad"), TMA, _QUACK,
           note="quack-kernels; 16-bit operands, fp32 accumulation into main_grad in the epilogue"),
     Entry("linear_swiglu/quack", f"{_K}.linear.quack_swiglu:QuackLinearSwiglu",
@@ -71,6 +72,10 @@ MANIFEST: tuple[Entry, ...] = (
     Entry("norm/torch", f"{_K}.norm.torch:TorchNorm", _NORM, ALL, note="native norms"),
     Entry("norm/quack", f"{_K}.norm.quack:QuackNorm", _NORM, GPUS, _QUACK,
           note="quack-kernels; float32 residuals fused, others added in front"),
+    Entry("norm/cute", f"{_K}.norm.cute:CuteNorm", _NORM, GPUS, _OWN,
+          note="own kernels; one pass with the residual sum in it, rows up to 32768, no atomics", trial=True),
+    Entry("norm_quantize/cute", f"{_K}.norm.cute_quantize:CuteNormQuantize", ("rms_norm", "layer_norm", "quantize"), GPUS, _OWN,
+          note="own kernels: fp8 of the norm's result, which is not stored; with the transposed copy two kernels", trial=True),
     Entry("attention/torch_cudnn", f"{_K}.attention.torch:CudnnAttention", ("sdpa", "sdpa_bwd"),
           ("sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"), note="cuDNN SDPA"),
     Entry("attention/torch_flash", f"{_K}.attention.torch:FlashAttention", ("sdpa", "sdpa_bwd"), GPUS,
@@ -86,6 +91,13 @@ MANIFEST: tuple[Entry, ...] = (
           ("qkv_split", "qkv_merge", *_HEADS, "zeros_like", "add", "row_sum", *_SHARDS), ALL,
           note="views, cat, add, sum; the few numbers a token of vocab-parallel cross entropy"),
     Entry("rope/quack", f"{_K}.rope.quack:QuackRope", ("rope",), GPUS, _QUACK, note="quack-kernels; without per-token positions"),
+    Entry("rope/cute", f"{_K}.rope.cute:CuteRope", ("rope", "qkv_split", "qkv_merge", *_NORM), GPUS, _OWN,
+          note="own kernels; with per-token positions, and in one pass with QKV split or merge and qk-norm", trial=True),
+    Entry("activation/cute", f"{_K}.activation.cute:CuteSwiglu", ("swiglu", "swiglu_bwd"), GPUS, _OWN, note="own kernels; clamp and row weights, one pass each way", trial=True),
+    Entry("swiglu_quantize/cute", f"{_K}.activation.cute:CuteSwigluQuantize", ("swiglu", "quantize"), GPUS, _OWN,
+          note="own kernel: fp8 of the swiglu's result, transposed copy too", trial=True),
+    Entry("quantize/cute", f"{_K}.quantize.cute:CuteQuantize", ("quantize", "dequantize"), GPUS, _OWN,
+          note="own kernels: per tensor, 1 x 128 and MXFP8, with the transposed copy in the same pass", trial=True),
     Entry("loss/quack", f"{_K}.loss.quack:QuackCrossEntropy", _LOSS, GPUS, _QUACK, note="quack-kernels; up to 262144 classes"),
     Entry("loss/chunked", f"{_K}.loss.chunked:ChunkedLinearCrossEntropy", ("linear_cross_entropy", "linear_cross_entropy_bwd"), ALL,
           note="linear and cross entropy over chunks of tokens: cuBLAS and an engine for cross entropy, never all logits"),

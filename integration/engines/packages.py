@@ -55,7 +55,8 @@ CORE = ("torch", "numpy", "typer", "rich")
 EXTRAS = {"megatron": ("megatron.core",), "train": ("tokenizers", "tensorboard", "matplotlib", "psutil")}
 # module that an engine imports -> (what brings it, as an installer knows it; the extra of layerplan that asks for it)
 _BROUGHT_BY = {"quack": ("quack-kernels", "peers"), "flash_attn.cute.cache_utils": ("flash-attn-4", "peers"),
-               "transformer_engine": ("transformer-engine", "te")}  # fmt: skip
+               "transformer_engine": ("transformer-engine", "te"), "cutlass": ("nvidia-cutlass-dsl", ""),
+               "tvm_ffi": ("apache-tvm-ffi", "")}  # fmt: skip
 KNOWN_VERSIONS = {"quack-kernels": "0.6.5", "flash-attn-4": "4.0.0b36"}
 """Packages whose kernels are compiled and launched by internal functions, with the version that these are known in: another may
 order their arguments differently, so the engines decline it."""

@@ -134,7 +134,7 @@ def differentiate(
         allowed = op.differentiable
         if any(v in active and (allowed is None or p in allowed) for p, v in node.inputs):
             if op.gradient is None:
-                raise GraphError(f"op {node.op!r} has no gradient: double backward is not offered")
+                raise GraphError(f"op {node.op!r} has no gradient: pass it what needs none, such as x.detach(); double backward is not offered")
             active |= {v for p, v in node.outputs if p not in op.constant_outputs}
     d = _Derivation(graph, active)
     if grad_outputs is None:
@@ -225,9 +225,29 @@ def _rematerialise(forward: Graph, backward: Graph, recompute: frozenset[str]) -
         if again:
             specs |= {new: specs[v] for v, new in again.items()}
             cloned[k] = dataclasses.replace(node, outputs=tuple((p, again.get(v, v)) for p, v in node.outputs))
-    graph = dataclasses.replace(backward, inputs=(*saved, *(v for v in backward.inputs if v not in needed)),
-                                nodes=(*cloned, *backward.nodes), specs=specs)  # fmt: skip
+    nodes = _views_apart((*cloned, *backward.nodes), set(saved), specs)
+    graph = dataclasses.replace(backward, inputs=(*saved, *(v for v in backward.inputs if v not in needed)), nodes=nodes, specs=specs)
     return prune(graph), tuple(saved)
+
+
+def _views_apart(nodes: tuple[Node, ...], saved: set[str], specs: dict[str, Any]) -> tuple[Node, ...]:
+    """A clone that only makes views of saved values, once for each of its readers: it costs nothing, and what reads one view can then
+    be put together with its source beside a reader of another view that runs in between. Adds to ``specs``."""
+    table, nodes = op_table(), list(nodes)
+    for at in reversed(range(len(nodes))):
+        node = nodes[at]
+        views = {v for _, v in node.outputs}
+        readers = [i for i, n in enumerate(nodes) if any(v in views for _, v in n.inputs)]
+        if not (table[node.op].aliases and all(v in saved for _, v in node.inputs)):
+            continue
+        copies = []
+        for k, i in enumerate(readers[1:], 1):
+            names = {v: f"{v}.{k}" for v in views}
+            specs.update({new: specs[v] for v, new in names.items()})
+            copies.append(dataclasses.replace(node, outputs=tuple((p, names[v]) for p, v in node.outputs)))
+            nodes[i] = dataclasses.replace(nodes[i], inputs=tuple((p, names.get(v, v)) for p, v in nodes[i].inputs))
+        nodes[at + 1 : at + 1] = copies
+    return tuple(nodes)
 
 
 def accumulate_weight_grads(backward: Graph, grads: tuple[str | None, ...], positions: tuple[int, ...]):

@@ -99,6 +99,9 @@ PORTS: dict[str, Callable[[Asked], torch.Tensor]] = {
     "cos": lambda a: (6.28 * a.uniform()).cos(),
     "sin": lambda a: (6.28 * a.uniform()).sin(),
     "weight": _weight,
+    "scale": lambda a: 64 * a.uniform() + 1,
+    "scale_inv": lambda a: a.uniform() / 64 + 1 / 64,
+    "data": lambda a: 64 * a.normal(),
 }
 """Port -> its values; float ports without a row are standard normal."""
 WRITTEN = frozenset({"accumulate"})
@@ -106,8 +109,13 @@ WRITTEN = frozenset({"accumulate"})
 
 
 def sizes_of(graph: Graph, at_most: int | None = None) -> dict[str, int]:
-    """Dim -> size: its hint, or ``at_most`` where that is less."""
-    return {d.name: d.hint if at_most is None else min(d.hint, at_most) for d in graph.dims()}
+    """Dim -> size: its hint, or ``at_most`` where that is less; one that is computed from others is computed from
+    theirs."""
+
+    def size(d: Dim) -> int:
+        return d.hint if at_most is None else min(d.hint, at_most)
+
+    return {d.name: d.at(size) for d in graph.dims()}
 
 
 def example(graph: Graph, value: str, sizes: Mapping[str, int], generator: torch.Generator) -> torch.Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -25,10 +26,23 @@ class GraphError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dim:
-    """A symbolic size, known only at run time. ``hint`` is the size that estimates use (a power of two)."""
+    """A symbolic size, known only at run time. ``hint`` is the size that estimates use (a power of two).
+
+    One that is computed from others (``size_of``) is ceil(product of ``of`` / ``per``) * ``times``; its hint is what that gives on
+    the hints of the others."""
 
     name: str
     hint: int = 1
+    of: tuple[int | Dim, ...] = ()
+    per: int = 1
+    times: int = 1
+
+    def at(self, size: Callable[[Dim], int]) -> int:
+        """The size where ``size`` gives those of the dims that are not computed."""
+        if not self.of:
+            return size(self)
+        product = math.prod(d.at(size) if isinstance(d, Dim) else d for d in self.of)
+        return -(-product // self.per) * self.times
 
     def __repr__(self) -> str:
         return self.name
@@ -37,13 +51,45 @@ class Dim:
 type Size = int | Dim
 
 
+def size_of(sizes: Iterable[Size], per: int = 1, times: int = 1) -> Size:
+    """ceil(product of ``sizes`` / ``per``) * ``times``: a number where all sizes are, else a Dim."""
+    factors: list[Size] = []
+    for d in sizes:  # a product of products is one product
+        factors += d.of if isinstance(d, Dim) and d.of and d.per == d.times == 1 else [d]
+    number = math.prod(d for d in factors if isinstance(d, int))
+    dims = tuple(d for d in factors if isinstance(d, Dim))
+    if not dims or number == 0:
+        return -(-number // per) * times
+    of = dims if number == 1 else (number, *dims)
+    if len(of) == 1 and per == times == 1:
+        return dims[0]
+    name = "*".join(map(str, of))
+    name = name if per == 1 else f"ceil({name}/{per})"
+    made = Dim(name if times == 1 else f"{times}*({name})", 1, of, per, times)
+    return dataclasses.replace(made, hint=made.at(lambda d: d.hint))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScaleSpec:
-    """How a quantised tensor is scaled: one scale per ``block`` (0 = the whole axis), stored as ``dtype``."""
+    """How a quantised tensor [..., n], taken as [rows, n], is scaled: one scale per ``block`` = (rows, columns) of it, 0 for the whole
+    axis; a block at an edge may hold less. A value is its element times its block's scale. Scales are stored as ``dtype``.
 
-    block: tuple[int, ...]
+    ``layout`` says where they lie. ``row``: row-major, [1] for the whole tensor, else [..., ceil(n / columns)] (for blocks of one row).
+    ``swizzled``: the tiles of 128 rows by 4 scales that block-scaled tensor-core products of sm_100 read (``swizzle`` of
+    ``ops/quantize.py``), [ceil(rows / 128) * 128, ceil(ceil(n / columns) / 4) * 4], 0 where there is no block."""
+
+    block: tuple[int, int]
     dtype: str = "float32"
     layout: str = "row"
+
+    def scales(self, shape: tuple[Size, ...]) -> TensorSpec:
+        """The spec of the scales of a tensor of ``shape``."""
+        if self.block == (0, 0):
+            return TensorSpec((1,), self.dtype)
+        per_row = size_of(shape[-1:], self.block[1])
+        if self.layout == "row":
+            return TensorSpec((*shape[:-1], per_row), self.dtype)
+        return TensorSpec((size_of(shape[:-1], 128, 128), size_of([per_row], 4, 4)), self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,8 +174,13 @@ class Graph:
                 names.setdefault(v, f"n{k}.{p}")
         dims: dict[str, str] = {}
 
+        def size(d: Size) -> Any:
+            if isinstance(d, Dim) and d.of:
+                return [[size(f) for f in d.of], d.per, d.times]
+            return dims.setdefault(d.name, f"d{len(dims)}") if isinstance(d, Dim) else d
+
         def spec(s: TensorSpec) -> list[Any]:
-            shape = [dims.setdefault(d.name, f"d{len(dims)}") if isinstance(d, Dim) else d for d in s.shape]
+            shape = [size(d) for d in s.shape]
             scale = dataclasses.astuple(s.scale) if s.scale else None
             return [shape, s.dtype, s.layout, scale]
 

@@ -1,4 +1,4 @@
-"""The comparison of what ranks plan with, for a training script of one's own; layerplan's trainer makes it by itself."""
+"""The comparison of what ranks plan with, for a training script of one's own; layerplan's trainer makes its own."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ log = logging.getLogger("layerplan")
 
 def megatron_facts() -> dict[str, str]:
     """Versions that decide what Megatron itself runs round the layers."""
-    return {"version of megatron-core": megatron_version(), "version of transformer-engine": installed_version("transformer-engine") or "not installed"}
+    return {"version of megatron-core": megatron_version(),
+            "version of transformer-engine": installed_version("transformer-engine") or "not installed"}  # fmt: skip
 
 
-def compare_planning(group: Any = None, *, policy: Policy | str | Mapping[str, str] | None = None, pins: Pins | str | Path | None = None,
-                     records: Records | str | Path | None = None, timeout: datetime.timedelta = TIMEOUT) -> str:  # fmt: skip
-    """Compare what the ranks of ``group`` plan with: settings, versions, engines, arch, and the policy, the plan file and the measured
-    times that the script gives to ``apply_policy``. Call it on all of them, after the process group is made and this rank's device is set,
-    before the first step. ``group`` None: all ranks, over a gloo group that lives for this call.
+def compare_planning(group: Any = None, *, policy: Policy | str | Mapping[str, str] | None = None,
+                     pins: Pins | str | Path | None = None, records: Records | str | Path | None = None,
+                     timeout: datetime.timedelta = TIMEOUT) -> str:  # fmt: skip
+    """Compare what the ranks of ``group`` plan with: settings, versions, engines, arch, and the policy, the plan file
+    and the measured times that the script gives to ``apply_policy``. Call it on all of them, after the process group is
+    made and this rank's device is set, before the first step. ``group`` None: all ranks, over a gloo group that lives
+    for this call.
 
-    Returns the digest that all share. Raises RanksDifferError on every rank, naming fields and ranks, and a RuntimeError where ranks
-    do not come within ``timeout`` (of a group given, its own holds); what a file of all ranks alike is refused for (PlanFileError,
-    RecordsError).
+    Returns the digest that all share. Raises RanksDifferError on every rank, naming fields and ranks, and a
+    RuntimeError where ranks do not come within ``timeout`` (of a group given, its own holds); what a file of all ranks
+    alike is refused for (PlanFileError, RecordsError).
     """
     read, refused = {}, None
     for name, load, value in (("pins", _load_pins, pins), ("records", _load_records, records)):
@@ -48,7 +51,8 @@ def compare_planning(group: Any = None, *, policy: Policy | str | Mapping[str, s
             refused = refused or error
     facts: dict[str, str] = agreement.planning_facts(_arch(), policy=Policy.of(policy), **read) | megatron_facts()
     facts["files"] = "can be read" if refused is None else f"cannot be read ({refused})"
-    digest = agreement.digest(facts) if not dist.is_initialized() or dist.get_world_size(group) == 1 else _compare(facts, group, timeout)
+    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    digest = agreement.digest(facts) if alone else _compare(facts, group, timeout)
     if refused is not None:
         raise refused
     log.info("planning digest %s", digest)
@@ -62,8 +66,9 @@ def _compare(facts: dict[str, str], group: Any, timeout: datetime.timedelta) -> 
         made = dist.new_group(backend="gloo", timeout=timeout)
         dist.monitored_barrier(made, timeout=timeout, wait_all_ranks=True)
     except RuntimeError as error:
-        raise RuntimeError(f"compare_planning: not all {dist.get_world_size()} ranks called it within {timeout.total_seconds():g} s; call it on "
-                           f"every rank, or give the group of those that do ({str(error).splitlines()[0]})") from error  # fmt: skip
+        raise RuntimeError(f"compare_planning: not all {dist.get_world_size()} ranks called it within "
+                           f"{timeout.total_seconds():g} s; call it on every rank, or give the group of those that do "
+                           f"({str(error).splitlines()[0]})") from error  # fmt: skip
     try:
         return agreement.compare(facts, made)
     finally:

@@ -122,6 +122,16 @@ def _set_state() -> Any:
     return lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
+def _run_backward() -> Any:
+    run = torch.autograd._engine_run_backward
+
+    def inside_the_mode(*args: Any, **kwargs: Any) -> Any:
+        with CpuFunctionMode():
+            return run(*args, **kwargs)
+
+    return inside_the_mode
+
+
 def _refuse_init() -> Any:
     def _lazy_init() -> None:
         raise CpuModeError(
@@ -176,6 +186,11 @@ TORCH_PATCHES = (
         targets=_cuda("set_rng_state", "random.set_rng_state"),
         why="the CPU generator plays the CUDA generator",
         make=_set_state,
+    ),
+    TorchPatch(
+        targets=("torch.autograd:_engine_run_backward",),
+        why="torch leaves the function mode to handle backward, in which a recomputed forward names the GPU again",
+        make=_run_backward,
     ),
     TorchPatch(
         targets=_cuda("nvtx.range_push", "nvtx.range_pop", "nvtx.mark"),

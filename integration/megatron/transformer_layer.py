@@ -1,4 +1,4 @@
-"""A layer whose residual adds are part of its MLP's plan: Megatron's layer, our graph from the attention's output on."""
+"""A layer with its residual adds in its MLP's plan: Megatron's layer, our graph from the attention's output on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .config_map import ConfigError, raise_for
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pending:
-    """What the add behind the attention would add: it is left to the MLP's plan. No tuple, which Megatron's forward would
-    unpack."""
+    """What the add behind the attention would add: it is left to the MLP's plan. No tuple, which Megatron's forward
+    would unpack."""
 
     output: torch.Tensor
     bias: torch.Tensor | None
@@ -36,11 +36,11 @@ def _postponed(training: bool, fused: bool) -> Any:
 
 
 def raise_for_residual(config: TransformerConfig) -> None:
-    """ConfigError with all that ``config`` asks for around the residual adds and a layer with fused ones would not do."""
+    """ConfigError with all that ``config`` asks of the residual adds and a layer with fused ones would not do."""
     context = "a layer with fused residual adds"
     raise_for(config, context=context, fields={
-        "fp8", "fp4", "fp32_residual_connection", "cpu_offloading", "fine_grained_activation_offloading", "cuda_graph_impl",
-        "inference_fuse_tp_communication"})  # fmt: skip
+        "fp8", "fp4", "fp32_residual_connection", "cpu_offloading", "fine_grained_activation_offloading",
+        "cuda_graph_impl", "inference_fuse_tp_communication"})  # fmt: skip
     if config.mlp_chunks_for_training > 1:
         rule = "must be 1 where the residual adds are part of the MLP's plan, which runs all tokens at once"
         raise ConfigError([Problem("mlp_chunks_for_training", config.mlp_chunks_for_training, rule,
@@ -48,14 +48,14 @@ def raise_for_residual(config: TransformerConfig) -> None:
 
 
 class LayerplanTransformerLayer(TransformerLayer):
-    """Megatron's layer of self attention and a dense MLP, with both residual adds in the MLP's plan: the planner may run add and
-    norm as one region, in backward the norm's gradient adds the residual's, and the second add stands behind fc2 and its
-    collective.
+    """Megatron's layer of self attention and a dense MLP, with both residual adds in the MLP's plan: the planner may
+    run add and norm as one region, in backward the norm's gradient adds the residual's, and the second add stands
+    behind fc2 and its collective.
 
-    The attention's part of the forward is Megatron's own. Inference runs Megatron's forward as a whole, and whoever calls
-    ``_forward_attention`` and ``_forward_mlp`` (schedules that overlap experts) gets Megatron's. Parameters and checkpoint
-    names are those of Megatron's layer. Raises ConfigError for options that the plan does not do, ValueError for slots that
-    are not a dense layer's.
+    The attention's part of the forward is Megatron's own. Inference runs Megatron's forward as a whole, and whoever
+    calls ``_forward_attention`` and ``_forward_mlp`` (schedules that overlap experts) gets Megatron's. Parameters and
+    checkpoint names are those of Megatron's layer. Raises ConfigError for options that the plan does not do, ValueError
+    for slots that are not a dense layer's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -72,13 +72,13 @@ class LayerplanTransformerLayer(TransformerLayer):
         }
         wrong = [f"{name} = {_shown(getattr(self, name))}" for name, right in wanted.items() if not right]
         if wrong:
-            raise ValueError(f"{'; '.join(wrong)}: a layer with fused residual adds has self attention without cross attention, "
-                             "Megatron's bias-dropout-add, and layerplan's MLP with its norm in fc1; use Megatron's "
-                             "TransformerLayer for others")  # fmt: skip
+            raise ValueError(f"{'; '.join(wrong)}: a layer with fused residual adds has self attention without cross "
+                             "attention, Megatron's bias-dropout-add, and layerplan's MLP with its norm in fc1; use "
+                             "Megatron's TransformerLayer for others")  # fmt: skip
         self.self_attention.boundary, self.mlp.boundary = "", "the next layer's norm"
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states [s(/tp), b, h] and the other arguments of Megatron's layer -> (hidden states of that shape, None)."""
+        """hidden_states [s(/tp), b, h] and Megatron's other arguments -> (hidden states of that shape, None)."""
         inference = (kwargs.get("inference_context"), kwargs.get("inference_params"))
         if InferenceMode.is_active() or any(given is not None for given in inference):
             return super().forward(*args, **kwargs)

@@ -1,7 +1,8 @@
 """Whether all ranks would plan the same: what planning reads, compared once, before the first step.
 
-Planning is a pure function and never communicates, so a rank with another version, arch or setting would run other kernels, or wait in a
-collective that the others do not reach. Ranks compare a digest; only where it differs do they compare what it is made of.
+Planning is a pure function and never communicates, so a rank with another version, arch or setting would run other
+kernels, or wait in a collective that the others do not reach. Ranks compare a digest; only where it differs do they
+compare what it is made of.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from .plan_file import Pins
 from .policy import Policy
 from .records import Records, RecordsError, default_records
 
-PACKAGES = tuple(dict.fromkeys((*(distribution(n) for e in MANIFEST for n in e.needs), "nvidia-cutlass-dsl", "apache-tvm-ffi")))
+PACKAGES = tuple(
+    dict.fromkeys((*(distribution(n) for e in MANIFEST for n in e.needs), "nvidia-cutlass-dsl", "apache-tvm-ffi"))
+)
 """What engines need, and what compiles and launches their kernels."""
-OF_A_RANK = ("log", "nvtx", "records")
-"""Settings that may differ between ranks: they change no plan. Of the records' file the content is compared, not the path."""
+OF_A_RANK = ("log", "nvtx", "records", "cache")
+"""Settings that may differ between ranks: they change no plan. Of the records the content is compared, not the path."""
 _SHOWN = 12  # digits of a digest that people read
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks would not plan, or run, the same; ``problems`` has one for each field that differs, with the ranks of each value."""
+    """Ranks would not plan, or run, the same; ``problems``: each field that differs, with the ranks of each value."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = list(problems)
@@ -42,12 +45,16 @@ class RanksDifferError(RuntimeError):
         super().__init__(f"{count}:\n" + "\n".join(f"  {p}" for p in self.problems))
 
 
-def planning_facts(arch: Arch, *, policy: Policy | None = None, pins: Pins | None = None, records: Records | None = None) -> dict[str, str]:
-    """Field -> value of everything that planning on this rank reads beside the graphs: arch, settings, versions, which engines can
-    run, policy, the content of a plan file and of measured times (None: what the environment says)."""
-    found = {f"environment: {f.name}": str(getattr(settings(), f.name)) for f in dataclasses.fields(settings()) if f.name not in OF_A_RANK}
+def planning_facts(
+    arch: Arch, *, policy: Policy | None = None, pins: Pins | None = None, records: Records | None = None
+) -> dict[str, str]:
+    """Field -> value of everything that planning on this rank reads beside the graphs: arch, settings, versions, which
+    engines can run, policy, the content of a plan file and of measured times (None: what the environment says)."""
+    names = [f.name for f in dataclasses.fields(settings()) if f.name not in OF_A_RANK]
+    found = {f"environment: {n}": str(getattr(settings(), n)) for n in names}
     found |= {f"version of {p}": installed_version(p) or "not installed" for p in PACKAGES}
-    found |= {"version of torch": torch.__version__, "version of CUDA in torch": str(torch.version.cuda), "version of cuDNN": _cudnn()}
+    found |= {"version of torch": torch.__version__, "version of CUDA in torch": str(torch.version.cuda)}
+    found |= {"version of cuDNN": _cudnn()}
     found |= {f"engine {e.id}": "cannot run" if e.unusable() else "can run" for e in MANIFEST if arch.name in e.archs}
     found |= {"policy": str(policy or Policy.of(None)), "arch": arch.name, "version of layerplan": __version__}
     return found | file_facts(pins, records)
@@ -70,8 +77,9 @@ def shown(digest: str) -> str:
 
 
 def compare(facts: Mapping[str, Any], group: Any) -> str:
-    """The digest of ``facts``, which are the same on every rank of ``group``. All of its ranks call this together; raises
-    RanksDifferError on each where they are not, naming every field that differs and the ranks that hold each value."""
+    """The digest of ``facts``, which are the same on every rank of ``group``. All of its ranks call this together;
+    raises RanksDifferError on each where they are not, naming every field that differs and the ranks that hold each
+    value."""
     own, ranks = digest(facts), dist.get_process_group_ranks(group)
     digests: list[Any] = [None] * len(ranks)
     dist.all_gather_object(digests, own, group=group)
@@ -90,7 +98,8 @@ def _differences(own: Mapping[str, Any], everyone: Mapping[int, Mapping[str, Any
             holders.setdefault(repr(one.get(field)), []).append(rank)
         if len(holders) > 1:
             held = ", ".join(f"{value} on rank {_listed(who)}" for value, who in holders.items())
-            problems.append(Problem(field, own.get(field), f"differs between ranks: {held}", "start every rank with the same"))
+            rule = f"differs between ranks: {held}"
+            problems.append(Problem(field, own.get(field), rule, "start every rank with the same"))
     return problems
 
 
@@ -112,6 +121,7 @@ def _cudnn() -> str:
 def _records(records: Records | None) -> str:
     """A file that cannot be read is a value too, and is refused where it is needed."""
     try:
-        return (default_records() if records is None else records).digest
+        held = default_records() if records is None else records
+        return held.digest if held.rows else "no records"
     except RecordsError:
         return "cannot be read"

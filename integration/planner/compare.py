@@ -17,7 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ..graph.ir import Graph, GraphBuilder
 from ..settings import POLICIES
+from .applied import applied
 from .oracle import Errors, Wrong, errors, limit
 from .plan_file import Pins, load
 from .policy import Policy
@@ -54,12 +56,10 @@ def _kept(t: torch.Tensor) -> torch.Tensor:
     change it."""
     if isinstance(t, torch.nn.Parameter):
         return t.detach()
-    small = t.detach()[
-        tuple(slice(0, 1) if s == 0 else slice(None) for s in t.stride())
-    ]  # a broadcast dim is one row in memory
-    return (
-        torch.empty_strided(small.size(), small.stride(), dtype=t.dtype, device=t.device).copy_(small).expand(t.shape)
-    )
+    # a broadcast dim is one row in memory
+    small = t.detach()[tuple(slice(0, 1) if s == 0 else slice(None) for s in t.stride())]
+    copy = torch.empty_strided(small.size(), small.stride(), dtype=t.dtype, device=t.device).copy_(small)
+    return copy.expand(t.shape)
 
 
 class Log:
@@ -135,10 +135,9 @@ def replay(call: Call, runner: Runner, *, dtype: torch.dtype | None = None, fuse
     if call.sink is not None and fuse:
         fused = call.sink.fused_positions()
         for i in fused:
-            leaves[i].main_grad = torch.zeros(
-                leaves[i].shape, dtype=call.sink.params[i].main_grad.dtype, device=leaves[i].device
-            )
-            leaves[i].grad_added_to_main_grad = False
+            leaf, dtype_there = leaves[i], call.sink.params[i].main_grad.dtype
+            leaf.main_grad = torch.zeros(leaf.shape, dtype=dtype_there, device=leaf.device)
+            leaf.grad_added_to_main_grad = False
         sink = WeightGrads({i: leaves[i] for i in call.sink.params}, fuse=call.sink.fuse, defer=call.sink.defer)
     with torch.set_grad_enabled(call.recorded):
         out = runner(*leaves, sink=sink)
@@ -245,8 +244,9 @@ def side_of(
         elif part.strip().endswith(".json") and pins is None:
             pins = load(part.strip())
         else:
+            wrong = f"{part.strip()!r}: " if part.strip() != value.strip() else ""
             raise ValueError(
-                f"policy {value!r}: {part.strip()!r}: must be one of {', '.join(POLICIES)}, PATTERN=POLICY or a plan "
+                f"policy = {value!r}: {wrong}must be one of {', '.join(POLICIES)}, PATTERN=POLICY or a plan "
                 "file FILE.json, each but PATTERN=POLICY once; for example auto,*.mlp=reference"
             )
     policy = Policy(mode or "auto", deterministic, tuple(rows))
@@ -344,12 +344,8 @@ class Row:
         """How near the worse side comes to the limit: 1 is at it, infinity where there are no errors to speak of."""
         if not self.ok and (self.limit is None or any(s.fault for s in (self.a, self.b))):
             return float("inf")
-        pairs = [
-            (getattr(s.errors, n), getattr(self.limit, n))
-            for s in (self.a, self.b)
-            if s.errors
-            for n in ("largest", "rms")
-        ]
+        found = [s.errors for s in (self.a, self.b) if s.errors]
+        pairs = [(getattr(e, n), getattr(self.limit, n)) for e in found for n in ("largest", "rms")]
         return max((e / m if m else (float("inf") if e else 0.0) for e, m in pairs), default=0.0)
 
 
@@ -374,9 +370,8 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Nested dicts and lists of plain values."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {
-            "rows": [_row_json(r) for r in self.rows]
-        }
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        found["rows"] = [_row_json(r) for r in self.rows]
         return found | {"ok": self.ok, "first": None if self.first is None else _row_json(self.first)}
 
     def __str__(self) -> str:
@@ -385,36 +380,15 @@ class Comparison:
         groups: dict[tuple[str, str], list[Row]] = {}
         for r in self.rows:
             groups.setdefault((r.direction, r.module), []).append(r)
-        lines = [
-            (
-                "pass",
-                "module",
-                "nearest to the limit",
-                "max error a",
-                "b",
-                "limit",
-                "rms error a",
-                "b",
-                "limit",
-                "verdict",
-            )
-        ]
+        errors_of = ("max error a", "b", "limit", "rms error a", "b", "limit")
+        lines = [("pass", "module", "nearest to the limit", *errors_of, "verdict")]
         for (direction, module), rows in groups.items():
             worst = max(rows, key=Row.nearness)
-            cells = [
-                _number(e and getattr(e, n))
-                for n in ("largest", "rms")
-                for e in (worst.a.errors, worst.b.errors, worst.limit)
-            ]
+            three = worst.a.errors, worst.b.errors, worst.limit
+            cells = [_number(e and getattr(e, n)) for n in ("largest", "rms") for e in three]
             lines.append((direction, module, worst.tensor, *cells, worst.verdict(self.a, self.b)))
-        return "\n".join(
-            [
-                f"a = {self.a}, b = {self.b}; errors against the reference in a wider dtype",
-                *aligned(lines),
-                "",
-                *self._summary(),
-            ]
-        )
+        title = f"a = {self.a}, b = {self.b}; errors against the reference in a wider dtype"
+        return "\n".join([title, *aligned(lines), "", *self._summary()])
 
     def _summary(self) -> list[str]:
         calls = {(r.module, r.call) for r in self.rows}
@@ -478,7 +452,8 @@ def compare(
     the same state of the random generators, which ``generators`` reads and sets (its default: torch's; a
     tensor-parallel tracker's must be given). Parameters, generators and the model's own policies are at the end what
     they were; gradients are cleared. Raises PlanError where a side cannot be planned, ValueError where no module of
-    layerplan runs or one computes in float64.
+    layerplan runs or one computes in float64, where a side's plan file pins nothing, and where ``step`` changes
+    parameters.
     """
     sides = (side_of(a), side_of(b))
     own = [isinstance(s, Planned) for s in sides]
@@ -487,12 +462,21 @@ def compare(
             f"compare: a = {sides[0].label}, b = {sides[1].label}: neither runs layerplan's modules; name a policy or "
             "a plan file"
         )
+    versions = {n: p._version for n, p in model.named_parameters()}
     log, start, before = Log(), generators[0](), [(m, m.planning()) for _, m in _planned(model)]
     whole = []
     try:
         for i, side in enumerate(sides):
             generators[1](start)
             whole.append(side.step(model, step, log if i == own.index(True) else None))
+            if own[i] and side.pins is not None:
+                _see_that_pins_hold("ab"[i], side, model)
+            changed = [n for n, p in model.named_parameters() if p._version != versions[n]]
+            if changed:
+                raise ValueError(
+                    f"compare: step changes parameters ({folded(changed)}), so that the other side would run others; "
+                    "leave the optimiser out: it runs forward and backward alone"
+                )
     finally:
         for module, planning in before:
             module.restore_planning(planning)
@@ -510,6 +494,17 @@ def compare(
     return Comparison(sides[0].label, sides[1].label, tuple(row for _, row in rows), (loss_a, loss_b), (norm_a, norm_b))
 
 
+def _see_that_pins_hold(letter: str, side: Planned, model: torch.nn.Module) -> None:
+    """ValueError where the plan file of a side pins nothing of what its modules ran: it would be the other policy again."""
+    plans = [p for _, m in planned_modules(model) for r in m.plan_runners() for p in r.plans()]
+    for found in [applied(arch, plans, side.pins) for arch in dict.fromkeys(p.arch.name for p in plans)]:
+        if not found.pinned:
+            raise ValueError(
+                f"compare: {letter} = {side.label}: {found.of_pins(side.pins)}; write a plan file of this model for "
+                f"{found.arch} (layerplan plan RECIPE --arch {found.arch} --save FILE)"
+            )
+
+
 def _compare_call(call: Call, sides: tuple[Side, Side]) -> Iterable[Row]:
     if any(t.dtype == torch.float64 for t in call.tensors):
         raise ValueError(
@@ -517,12 +512,13 @@ def _compare_call(call: Call, sides: tuple[Side, Side]) -> Iterable[Row]:
             "bfloat16"
         )
     reference = Policy("reference")
-    peer = replay(call, _like(call.runner, reference), fuse=False)
+    alike = _like(call.runner, reference)
+    alike.build = _apart(alike.build)
+    peer = replay(call, alike, fuse=False)
     narrow = all(t is None or t.element_size() <= 2 for t in (*peer.outputs, *peer.grads))
+    wide = torch.float32 if narrow else torch.float64
     with _full_float32():
-        exact = replay(
-            call, _like(call.runner, reference), dtype=torch.float32 if narrow else torch.float64, fuse=False
-        )
+        exact = replay(call, _like(call.runner, reference), dtype=wide, fuse=False)
     results = [side.replay(call) for side in sides]
     names = call.runner.names
     outputs = ["output"] if len(exact.outputs) == 1 else [f"output {i}" for i in range(len(exact.outputs))]
@@ -535,6 +531,26 @@ def _compare_call(call: Call, sides: tuple[Side, Side]) -> Iterable[Row]:
             if truth is not None and truth.is_floating_point():
                 found = [None if r is None else getattr(r, field)[i] for r in results]
                 yield _row(call, direction, tensor, truth, theirs, results, found)
+
+
+def _apart(build: Callable[..., Graph]) -> Callable[..., Graph]:
+    """``build``, where its graph is ``linear_cross_entropy`` with that as two ops: PyTorch rounds the logits between
+    them, and so do the engines, where the reference of the one op does not."""
+
+    def built(*tensors: torch.Tensor) -> Graph:
+        graph = build(*tensors)
+        node = graph.nodes[0]
+        if len(graph.nodes) > 1 or node.op != "linear_cross_entropy":
+            return graph
+        b = GraphBuilder()
+        made = {v: b.input(v, graph.specs[v], weight=v in graph.weights) for v in graph.inputs}
+        x, weight, targets = (made[v] for port in ("x", "weight", "targets") for p, v in node.inputs if p == port)
+        logits = b.op("linear", x=x, weight=weight)
+        return b.build(
+            [b.op("cross_entropy", logits=logits, targets=targets, ignore_index=node.attr("ignore_index"))]
+        )
+
+    return built
 
 
 def _row(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..engines.contract import Region
+from ..engines.contract import Pattern, Region
 from ..engines.manifest import MANIFEST, Entry
 from ..graph.ir import Graph, Node
 
@@ -70,51 +70,56 @@ def convex(graph: Graph, ids: set[int], regions: Sequence[set[int]] = ()) -> boo
     return not any(producers.get(v) in later for n in graph.nodes if id(n) in ids for _, v in n.inputs)
 
 
-def find(graph: Graph, seed: Node, ops: tuple[str, ...], edges: Sequence[tuple[int, str, int, str]],
-         free: set[int]) -> Iterator[list[Node]]:  # fmt: skip
-    """Lists of free nodes in graph order that begin with ``seed`` and have these ops and these values between them (as
-    ``Region.edges`` gives them). Values that cross the border are not looked at."""
+def find(graph: Graph, seed: Node, pattern: Pattern, free: set[int]) -> Iterator[list[Node]]:
+    """Lists of free nodes in graph order, ``seed`` among them, that have the pattern's ops and these values between them.
+    Values that cross the border are not looked at."""
+    ops, edges = pattern.ops, pattern.edges
     order = {id(n): i for i, n in enumerate(graph.nodes)}
     producers = {v: n for n in graph.nodes for _, v in n.outputs}
 
-    def fits(found: dict[int, Node]) -> bool:
-        inside = [e for e in edges if e[0] in found and e[2] in found]
-        return all(found[b].input(q) == found[a].output(p) is not None for a, p, b, q in inside)
+    def passes(a: Node, out: str | None, b: Node, into: str | None) -> bool:
+        made = {v for p, v in a.outputs if out in (None, p)}
+        return any(v in made and into in (None, p) for p, v in b.inputs)
 
     def extend(found: dict[int, Node]) -> Iterator[list[Node]]:
         if len(found) == len(ops):
-            places = [order[id(found[i])] for i in range(len(ops))]
-            if places == sorted(places):
-                yield [found[i] for i in range(len(ops))]
+            yield sorted(found.values(), key=lambda n: order[id(n)])
             return
         edge = next((e for e in edges if (e[0] in found) != (e[2] in found)), None)
         if edge is None:
             return
-        a, p, b, q = edge
+        a, out, b, into = edge
         if a in found:
-            index, choices = b, graph.consumers(found[a].output(p))
+            index, values = b, {v for p, v in found[a].outputs if out in (None, p)}
+            choices = [n for n in graph.nodes if any(v in values for _, v in n.inputs)]
         else:
-            index, choices = a, [producers.get(found[b].input(q))]
+            index, values = a, [v for p, v in found[b].inputs if into in (None, p)]
+            choices = [producers[v] for v in values if v in producers]
         for node in choices:
-            if node is None or id(node) not in free or node.op != ops[index] or any(node is n for n in found.values()):
+            if id(node) not in free or node.op != ops[index] or any(node is n for n in found.values()):
                 continue
-            if fits(trial := {**found, index: node}):
+            trial = {**found, index: node}
+            if all(passes(trial[i], p, trial[j], q) for i, p, j, q in edges if i in trial and j in trial):
                 yield from extend(trial)
 
-    if seed.op == ops[0] and id(seed) in free:
-        yield from extend({0: seed})
+    for index, op in enumerate(ops):
+        if op == seed.op and id(seed) in free:
+            yield from extend({index: seed})
 
 
-def chain(graph: Graph, seed: Node, pattern: tuple[str, ...], free: set[int],
-          regions: Sequence[set[int]] = ()) -> list[Node] | None:  # fmt: skip
-    """Nodes that match ``pattern`` from ``seed`` along producer-consumer edges, None where they do not."""
-    if seed.op != pattern[0]:
-        return None
-    nodes = [seed]
-    for op in pattern[1:]:
-        made = {v for _, v in nodes[-1].outputs}
-        step = next((n for n in graph.nodes if n.op == op and id(n) in free and any(v in made for _, v in n.inputs)), None)
-        if step is None:
-            return None
-        nodes.append(step)
-    return nodes if convex(graph, {id(n) for n in nodes}, regions) else None
+def matches(graph: Graph, seed: Node, pattern: Pattern, free: set[int],
+            regions: Sequence[set[int]] = ()) -> Iterator[list[Node]]:  # fmt: skip
+    """What ``find`` finds, each set of nodes once, where it is convex beside ``regions``."""
+    seen = set()
+    for nodes in find(graph, seed, pattern, free):
+        ids = frozenset(map(id, nodes))
+        if ids not in seen and convex(graph, set(ids), regions):
+            seen.add(ids)
+            yield nodes
+
+
+def fits(region: Region, patterns: Iterable[tuple[str, ...] | Pattern]) -> bool:
+    """Whether a region is what one of an engine's patterns describes."""
+    free = {id(n) for n in region.nodes}
+    return any(sorted(p.ops) == sorted(region.ops) and any(find(region.graph, region.nodes[0], p, free))
+               for p in map(Pattern.of, patterns))  # fmt: skip

@@ -75,19 +75,21 @@ class Explanation:
         return {c.engine: c.reason for c in self.candidates if not c.chosen}
 
 
-def explain(op: str, shapes: Mapping[str, tuple[Sequence[int], str]], arch: str | Arch, *, policy: Policy | str | None = None,
-            engine: str | None = None, records: Records | None = None, **attrs: Any) -> Explanation:  # fmt: skip
+def explain(op: str, shapes: Mapping[str, tuple[Sequence[int], str | torch.dtype]], arch: str | Arch, *,
+            policy: Policy | str | None = None, engine: str | None = None, records: Records | None = None,
+            **attrs: Any) -> Explanation:  # fmt: skip
     """Candidates and reasons for one op.
 
-    ``shapes`` maps input ports to (sizes, dtype), for example ``{"q": ((1, 4096, 32, 128), "bfloat16"), ...}``; ``attrs``
-    are the op's attributes; ``records`` are measured times (None: those of LAYERPLAN_RECORDS). Raises GraphError for shapes that
-    break the op's rules, ValueError for an unknown op, arch or dtype, or where the records cannot be read.
+    ``shapes`` maps input ports to (sizes, dtype), for example ``{"q": ((1, 4096, 32, 128), "bfloat16"), ...}``, dtypes by name or as
+    torch has them; ``attrs`` are the op's attributes; ``records`` are measured times (None: those of LAYERPLAN_RECORDS). Raises
+    GraphError for shapes that break the op's rules, ValueError for an unknown op, arch or dtype, for an ``engine`` without code for
+    the op, or where the records cannot be read.
     """
     check_op(op)
     arch = arch if isinstance(arch, Arch) else Arch.parse(arch)
     chosen = Policy.of(policy)
     if engine is not None:
-        chosen = dataclasses.replace(chosen, engine=engine)
+        chosen = chosen.forcing(engine, op)
     graph = _one_node(op, shapes, attrs)
     needs = tuple(graph.specs[v].is_float and _differentiable(op, v) for v in graph.inputs)
     has_gradient = op_table()[op].gradient is not None and op_table()[op].kind != "collective" and any(needs)
@@ -148,8 +150,9 @@ def _pattern(op: str, port: str, rank: int, layout: str) -> str:
     return " ".join(f"p{i}!" for i in range(rank))
 
 
-def _one_node(op: str, shapes: Mapping[str, tuple[Sequence[int], str]], attrs: Mapping[str, Any]) -> Graph:
+def _one_node(op: str, shapes: Mapping[str, tuple[Sequence[int], str | torch.dtype]], attrs: Mapping[str, Any]) -> Graph:
     b = GraphBuilder()
+    shapes = {n: (size, str(dtype).removeprefix("torch.")) for n, (size, dtype) in shapes.items()}
     ports, problems = op_table()[op].input_names, []
     for name, (size, dtype) in shapes.items():
         if name not in ports:

@@ -1,5 +1,8 @@
-"""The tables of INTEROP.md, made by asking the engines with archs as data: ``python -m layerplan.integration.planner.interop
-[INTEROP.md]``. Which packages are installed here does not matter: an engine answers from shapes, dtypes and arch alone."""
+"""The tables of INTEROP.md, made by asking the engines with archs as data.
+
+    python -m layerplan.integration.planner.interop [INTEROP.md]
+
+Which packages are installed here does not matter: an engine answers from shapes, dtypes and arch alone."""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ BEGIN, END = "<!-- {}: begin (made by python -m layerplan.integration.planner.in
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One op on sizes of a training step. ``inputs``: port -> (sizes, dtype); ``want``: output ports, the required ones where
-    empty, all of which get a gradient; ``accumulate``: the weight gradient is added to a float32 buffer."""
+    """One op on sizes of a training step. ``inputs``: port -> (sizes, dtype); ``want``: output ports, the required ones
+    where empty, all of which get a gradient; ``accumulate``: the weight gradient is added to a float32 buffer."""
 
     name: str
     op: str
@@ -40,13 +43,14 @@ class Case:
         values = {port: b.input(port, TensorSpec(*spec)) for port, spec in self.inputs.items()}
         out = b.op(self.op, want=self.want or None, **values, **self.attrs)
         graph = b.build(list(out) if isinstance(out, tuple) else [out])
-        needs = tuple(graph.specs[v].is_float and (op.differentiable is None or v in op.differentiable) for v in graph.inputs)
-        made = differentiate(graph, needs)
+        with_gradient = graph.inputs if op.differentiable is None else op.differentiable
+        made = differentiate(graph, tuple(graph.specs[v].is_float and v in with_gradient for v in graph.inputs))
         weights = tuple(i for i, v in enumerate(graph.inputs) if self.accumulate and v == "weight")
         return made.forward, accumulate_weight_grads(made.backward, made.grads, weights)[0]
 
 
-def _attention(name: str, d: int = 128, dv: int | None = None, *, heads: int = 8, keys: int = 2048, dtype: str = "bfloat16", want=(), **more) -> Case:
+def _attention(name: str, d: int = 128, dv: int | None = None, *, heads: int = 8, keys: int = 2048,
+               dtype: str = "bfloat16", want: tuple[str, ...] = (), **more) -> Case:  # fmt: skip
     packed, inputs = more.get("layout") == "thd", {}
     for port, length, count, width in (("q", 2048, heads, d), ("k", keys, 8, d), ("v", keys, 8, dv or d)):
         inputs[port] = ((*((length,) if packed else (2, length)), count, width), dtype)
@@ -61,18 +65,21 @@ def _attention(name: str, d: int = 128, dv: int | None = None, *, heads: int = 8
     return Case(name, "sdpa", inputs, {"causal": True, **more}, want)
 
 
-def _norm(name: str, *, width: int = 4096, dtype: str = "bfloat16", op: str = "rms_norm", residual: str | None = None, **attrs) -> Case:
+def _norm(name: str, *, width: int = 4096, dtype: str = "bfloat16", op: str = "rms_norm",
+          residual: str | None = None, **attrs) -> Case:  # fmt: skip
     vectors = ("weight", "bias") if op == "layer_norm" else ("weight",)
     inputs = {"x": ((8192, width), dtype), **{p: ((width,), dtype) for p in vectors}}
     return Case(name, op, inputs | ({"residual": ((8192, width), residual)} if residual else {}), attrs)
 
 
-def _linear(name: str, *, n: int = 14336, k: int = 4096, dtype: str = "bfloat16", bias: bool = False, accumulate: bool = False) -> Case:
+def _linear(name: str, *, n: int = 14336, k: int = 4096, dtype: str = "bfloat16",
+            bias: bool = False, accumulate: bool = False) -> Case:  # fmt: skip
     inputs = {"x": ((8192, k), dtype), "weight": ((n, k), dtype)}
     return Case(name, "linear", inputs | ({"bias": ((n,), dtype)} if bias else {}), accumulate=accumulate)
 
 
-def _rope(name: str, *, d: int = 128, turned: int | None = None, dtype: str = "bfloat16", positions: bool = False, rows: int = 8192, **attrs) -> Case:
+def _rope(name: str, *, d: int = 128, turned: int | None = None, dtype: str = "bfloat16",
+          positions: bool = False, rows: int = 8192, **attrs) -> Case:  # fmt: skip
     inputs = {"x": ((rows, 2, 32, d), dtype), **{p: ((rows, (turned or d) // 2), "float32") for p in ("cos", "sin")}}
     return Case(name, "rope", inputs | ({"positions": ((rows, 2), "int64")} if positions else {}), attrs)
 
@@ -85,12 +92,15 @@ FAMILIES: dict[str, tuple[tuple[str, ...], tuple[Case, ...]]] = {
     "attention": (
         ("attention/torch_cudnn", "attention/torch_flash", "attention/fa4", "attention/fa4_deterministic"),
         (
-            _attention("bfloat16, causal, head dim 128"), _attention("float16", dtype="float16"), _attention("float32", dtype="float32"),
-            _attention("no mask", causal=False), _attention("causal, fewer queries than keys", keys=4096),
+            _attention("bfloat16, causal, head dim 128"), _attention("float16", dtype="float16"),
+            _attention("float32", dtype="float32"), _attention("no mask", causal=False),
+            _attention("causal, fewer queries than keys", keys=4096),
             _attention("grouped heads (32/8)", heads=32), _attention("packed sequences", layout="thd"),
-            _attention("window", window=(1023, 0), causal=False), _attention("sink", sink=True), _attention("gradient of the LSE", want=("out", "lse")),
+            _attention("window", window=(1023, 0), causal=False), _attention("sink", sink=True),
+            _attention("gradient of the LSE", want=("out", "lse")),
             _attention("boolean mask", mask=True), _attention("dropout", dropout=0.1),
-            *(_attention(f"head dim {d}", d) for d in (64, 80, 96, 192, 256)), _attention("head dims 192/128 (latent attention)", 192, 128),
+            *(_attention(f"head dim {d}", d) for d in (64, 80, 96, 192, 256)),
+            _attention("head dims 192/128 (latent attention)", 192, 128),
             _attention("head dims 192/128, grouped heads", 192, 128, heads=32),
         ),
     ),
@@ -98,29 +108,34 @@ FAMILIES: dict[str, tuple[tuple[str, ...], tuple[Case, ...]]] = {
         ("linear/torch", "linear/quack"),
         (
             *(_linear(d, dtype=d) for d in ("bfloat16", "float16", "float32")), _linear("bias", bias=True),
-            _linear("added to a float32 main_grad", accumulate=True), _linear("widths that 8 does not divide", n=1001, k=1003),
+            _linear("added to a float32 main_grad", accumulate=True),
+            _linear("widths that 8 does not divide", n=1001, k=1003),
         ),
     ),
     "norm": (
         ("norm/torch", "norm/quack"),
         (
-            *(_norm(f"rms_norm, {d}", dtype=d) for d in ("bfloat16", "float16", "float32")), _norm("layer_norm with bias", op="layer_norm"),
-            _norm("residual", residual="bfloat16"), _norm("residual, float32", dtype="float32", residual="float32"), _norm("weights around zero", zero_centered=True),
-            _norm("odd width", width=4095), *(_norm(f"{n} wide", width=n) for n in (16384, 32768, 65536, 131072)),
+            *(_norm(f"rms_norm, {d}", dtype=d) for d in ("bfloat16", "float16", "float32")),
+            _norm("layer_norm with bias", op="layer_norm"), _norm("residual", residual="bfloat16"),
+            _norm("residual, float32", dtype="float32", residual="float32"),
+            _norm("weights around zero", zero_centered=True), _norm("odd width", width=4095),
+            *(_norm(f"{n} wide", width=n) for n in (16384, 32768, 65536, 131072)),
         ),
     ),
     "rope": (
         ("rope/quack",),
         (
-            _rope("bfloat16, whole head"), _rope("float32", dtype="float32"), _rope("half of the head", turned=64), _rope("interleaved", interleaved=True),
-            _rope("positions per token", positions=True), _rope("head dim 36", d=36), _rope("sequence of 262144", rows=262144),
+            _rope("bfloat16, whole head"), _rope("float32", dtype="float32"), _rope("half of the head", turned=64),
+            _rope("interleaved", interleaved=True), _rope("positions per token", positions=True),
+            _rope("head dim 36", d=36), _rope("sequence of 262144", rows=262144),
         ),
     ),
     "loss": (
         ("loss/quack",),
         (
-            _loss("bfloat16, 128256 classes", 128256), _loss("float32, 128256 classes", 128256, "float32"), _loss("262144 classes", 262144),
-            _loss("262144 classes, float32", 262144, "float32"), _loss("524288 classes", 524288), _loss("50257 classes (odd)", 50257),
+            _loss("bfloat16, 128256 classes", 128256), _loss("float32, 128256 classes", 128256, "float32"),
+            _loss("262144 classes", 262144), _loss("262144 classes, float32", 262144, "float32"),
+            _loss("524288 classes", 524288), _loss("50257 classes (odd)", 50257),
         ),
     ),
 }  # fmt: skip
@@ -142,7 +157,7 @@ Reasons = dict[tuple[str, str], tuple[str, dict[str, None]]]
 def _cell(engine: str, graphs: tuple[Graph, Graph], declined: Reasons) -> str:
     """Passes and archs on which ``engine`` offers; why it declines elsewhere goes into ``declined``."""
     groups: dict[str, list[str]] = {}
-    for arch in (a for a in GPUS if a in BY_ID[engine].archs):
+    for arch in _gpus(engine):
         passes = ""
         for letter, graph in zip("fb", graphs, strict=True):
             found = list(answers(engine, graph, arch))
@@ -152,17 +167,26 @@ def _cell(engine: str, graphs: tuple[Graph, Graph], declined: Reasons) -> str:
                     reason = re.sub(r"\bsm_\d+\b", "the arch", answer.reason)
                     declined.setdefault((engine, re.sub(r"\d+", "#", reason)), (reason, {}))[1][arch] = None
         groups.setdefault(passes or "no", []).append(arch)
-    return "; ".join(f"{passes}: {_archs(archs, engine)}" if len(groups) > 1 else passes for passes, archs in groups.items())
+    if len(groups) == 1:
+        return next(iter(groups))
+    return "; ".join(f"{passes}: {_archs(archs, engine)}" for passes, archs in groups.items())
+
+
+def _gpus(engine: str) -> list[str]:
+    return [a for a in GPUS if a in BY_ID[engine].archs]
+
+
+def _named(archs: list[str]) -> str:
+    return " ".join(a.replace("sm_", "sm") for a in archs)
 
 
 def _archs(archs: list[str], engine: str) -> str:
-    everywhere = [a for a in GPUS if a in BY_ID[engine].archs]
-    return "all" if archs == everywhere else " ".join(a.replace("sm_", "sm") for a in archs)
+    return "all" if archs == _gpus(engine) else _named(archs)
 
 
 def _same_bits(engine: str, graph: Graph) -> str:
     """Archs on which every offer for the backward has reruns that are bitwise equal."""
-    held = [a for a in GPUS if a in BY_ID[engine].archs and (found := list(answers(engine, graph, a)))
+    held = [a for a in _gpus(engine) if (found := list(answers(engine, graph, a)))
             and all(isinstance(o, Offer) and o.deterministic for o in found)]  # fmt: skip
     return _archs(held, engine) if held else "no"
 
@@ -173,24 +197,25 @@ def tables() -> dict[str, str]:
     for family, (engines, cases) in FAMILIES.items():
         declined: Reasons = {}
         asked = [(case.name, case.graphs()) for case in cases]
-        rows = [["", *(f"`{e}`" for e in engines)], ["archs", *(_archs_of(e) for e in engines)]]
+        rows = [["", *(f"`{e}`" for e in engines)], ["archs", *(_named(_gpus(e)) for e in engines)]]
         rows += [[name, *(_cell(e, graphs, declined) for e in engines)] for name, graphs in asked]
-        rows.append([f"backward reruns bitwise equal ({asked[0][0]})", *(_same_bits(e, asked[0][1][1]) for e in engines)])
+        first, (_, backward) = asked[0]
+        rows.append([f"backward reruns bitwise equal ({first})", *(_same_bits(e, backward) for e in engines)])
         shared: dict[tuple[str, str], list[str]] = {}
         for (engine, _), (reason, archs) in declined.items():
             shared.setdefault((reason, _archs([a for a in GPUS if a in archs], engine)), []).append(f"`{engine}`")
-        reasons = [["why not", "engines", "archs"]] + [[reason, ", ".join(who), archs] for (reason, archs), who in shared.items()]
-        made[family] = "\n\n".join("\n".join("| " + " | ".join(cells) + " |" for cells in (t[0], ["---"] * len(t[0]), *t[1:]))
-                                   for t in (rows, reasons) if len(t) > 1)  # fmt: skip
+        reasons = [["why not", "engines", "archs"]]
+        reasons += [[reason, ", ".join(who), archs] for (reason, archs), who in shared.items()]
+        made[family] = "\n\n".join(_markdown(t) for t in (rows, reasons) if len(t) > 1)
     return made
 
 
-def _archs_of(engine: str) -> str:
-    return " ".join(a.replace("sm_", "sm") for a in GPUS if a in BY_ID[engine].archs)
+def _markdown(rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
 
 
 def updated(text: str) -> str:
-    """``text`` with new tables between their markers. Raises ValueError where a family has not exactly one pair of them."""
+    """``text`` with new tables between their markers. Raises ValueError where a family has not one pair of them."""
     for family, table in tables().items():
         text = between(text, BEGIN.format(family), END.format(family), table)
     return text

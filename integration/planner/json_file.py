@@ -11,8 +11,12 @@ from typing import Any
 def write(path: Path, content: Any) -> None:
     """Write atomically: a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read(path: Path, name: str, error: type[ValueError]) -> Any:
@@ -23,3 +27,12 @@ def read(path: Path, name: str, error: type[ValueError]) -> Any:
         raise error(f"{name}: no such file") from None
     except (OSError, ValueError, RecursionError) as e:  # the last: brackets nested thousands deep
         raise error(f"{name}: cannot be read ({e})") from None
+
+
+KNOB_RULE = "must be a number other than NaN, a string, a boolean, null, or a list of these"
+
+
+def is_knob(value: Any) -> bool:
+    """Whether a knob can have this value, by ``KNOB_RULE``. Plans are found by their knobs, and NaN equals nothing."""
+    plain = value if isinstance(value, list) else [value]
+    return all(isinstance(v, str | int | float | None) and v == v for v in plain)

@@ -61,11 +61,9 @@ def errors(actual: torch.Tensor, reference: torch.Tensor) -> Errors:
         wrong += int((a[infinite] != r[infinite]).sum())
         d = (a - r)[~infinite]
         if d.numel():
-            largest, squares, count = (
-                max(largest, float(d.abs().max())),
-                squares + float(d.square().sum()),
-                count + d.numel(),
-            )
+            largest = max(largest, float(d.abs().max()))
+            squares += float(d.square().sum())
+            count += d.numel()
     if bad:
         raise Wrong(f"{bad} of {actual.numel()} values are NaN")
     if wrong:
@@ -75,19 +73,17 @@ def errors(actual: torch.Tensor, reference: torch.Tensor) -> Errors:
 
 def _top(reference: torch.Tensor) -> float:
     """max|reference| over its finite entries."""
-    return max(
-        (float(r.nan_to_num(0.0, 0.0, 0.0).abs().max()) for (r,) in _chunks(reference) if r.numel()), default=0.0
-    )
+    tops = (float(r.nan_to_num(0.0, 0.0, 0.0).abs().max()) for (r,) in _chunks(reference) if r.numel())
+    return max(tops, default=0.0)
 
 
 def limit(dtype: torch.dtype, reference: torch.Tensor, peer: torch.Tensor, relative: float = 0.0) -> Errors:
     """The largest errors that a result of ``dtype`` may have. ``reference``: float64 (or float32); ``peer``:
     PyTorch's result in the dtype at hand; ``relative``: a further error that the caller has derived, as a fraction
     of max|ref|. Where the peer overflows, it has no error. Raises Wrong as ``errors`` does."""
-    same = torch.isfinite(reference.to(peer.device)) == torch.isfinite(peer)
-    theirs = errors(
-        peer if bool(same.all()) else torch.where(same, peer.double(), reference.to(peer.device).double()), reference
-    )
+    here = reference.to(peer.device)
+    same = torch.isfinite(here) == torch.isfinite(peer)
+    theirs = errors(peer if bool(same.all()) else torch.where(same, peer.double(), here.double()), reference)
     top = _top(reference)
     unit = (ulp(dtype, top) if dtype.is_floating_point else 0.0) + relative * top
     return Errors(2 * theirs.largest + unit, 2 * theirs.rms + unit)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 _OPS = {op: None for e in MANIFEST for op in e.ops if op != "*"}  # all but collectives, which no engine runs
-_SCALAR = str | int | float | None
 
 
 class PlanFileError(ValueError):
@@ -115,6 +114,8 @@ def load(path: str | Path, *, source: str | None = None, remedy: str | None = No
     name, path = source or f"plan file {path}", Path(path)
     data = json_file.read(path, name, PlanFileError)
     archs = data.get("pins") if isinstance(data, dict) and data.get("format") == FORMAT else None
+    if isinstance(data, dict) and "records" in data and "pins" not in data:
+        raise PlanFileError(f"{name}: holds records of 'layerplan tune', not pins: plan.records and records= take those")
     if not isinstance(archs, dict) or not all(isinstance(rows, dict) for rows in archs.values()):
         raise PlanFileError(f"{name}: must be an object of format {FORMAT} with pins per arch")
     unknown = sorted(set(archs) - set(ARCHS))
@@ -143,8 +144,8 @@ def _pin(where: str, row: Any) -> Pin:
             raise PlanFileError(f"{where}: edge {edge!r} must be [producer, port, reader, port], "
                                 f"producer < reader < {len(ops)}")  # fmt: skip
     for knob, value in row["knobs"].items():
-        if not all(isinstance(v, _SCALAR) for v in (value if isinstance(value, list) else [value])):
-            raise PlanFileError(f"{where}: knob {knob} = {value!r}: must be a number, a string, a boolean, null, or a list of these")
+        if not json_file.is_knob(value):
+            raise PlanFileError(f"{where}: knob {knob} = {value!r}: {json_file.KNOB_RULE}")
     # JSON has lists where the engine gave tuples
     knobs = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in row["knobs"].items())
     return Pin(row["engine"], tuple(ops), tuple(tuple(e) for e in edges), knobs)

@@ -1,14 +1,14 @@
-"""A pure function from (graph, arch, policy, plan file, records) to a plan: it never queries the device and never communicates.
+"""A pure function from (graph, arch, policy, plan file, records) to a plan: it asks no device and never communicates.
 
-Pinned regions come first, then every free node with what it is best taken with: how offers are compared stands in rank.py."""
+Pinned regions come first, then every free node with what it is best taken with; ``rank.py`` compares the offers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..engines.arch import Arch
-from ..engines.contract import Decline, Offer, Region
+from ..engines.contract import Decline, Offer, Pattern, Region
 from ..engines.manifest import BY_ID
 from ..graph.autodiff import Differentiated, accumulate_weight_grads, differentiate
 from ..graph.ir import Graph, Node
@@ -78,8 +78,8 @@ class Plan:
     backward: GraphPlan | None
 
     def __str__(self) -> str:
-        """One line per region: pass, ops, engine, predicted, roofline and measured time and why; then every other candidate with its
-        reason."""
+        """One line per region: pass, ops, engine, predicted, roofline and measured time and why; then every other
+        candidate with its reason."""
         rows = [("pass", "ops", "engine", *TIMES, "why")]
         for name, part in (("forward", self.forward), ("backward", self.backward)):
             for r in part.regions if part else ():
@@ -89,13 +89,14 @@ class Plan:
         return "\n".join([f"plan {self.signature} on {self.arch.name}, policy {self.policy.mode}", *aligned(rows)])
 
     def choices(self) -> list[dict]:
-        """JSON-able: per region its pass, ops, engine, predicted and (None: no record) measured microseconds, what the engine offers,
-        and all candidates."""
+        """JSON-able: per region its pass, ops, engine, predicted and (None: no record) measured microseconds, what the
+        engine offers, and all candidates."""
         rows = []
         for name, part in (("forward", self.forward), ("backward", self.backward)):
             for r in part.regions if part else ():
                 rows.append({
-                    "pass": name, "ops": list(r.ops), "engine": r.engine, "predicted_us": round(r.predicted_seconds * 1e6, 3),
+                    "pass": name, "ops": list(r.ops), "engine": r.engine,
+                    "predicted_us": round(r.predicted_seconds * 1e6, 3),
                     "measured_us": None if r.measured_seconds is None else round(r.measured_seconds * 1e6, 3),
                     **r.offer.to_json(), "candidates": [c.to_json() for c in r.candidates],
                 })  # fmt: skip
@@ -118,12 +119,11 @@ def plan(
 
     ``needs_grad`` has one flag per input (None: no gradient). The forward saves what a backward from any output reads;
     the planned backward starts from ``grad_outputs`` (default: ``primary_outputs``). ``recompute`` is the save policy;
-    the gradients of the inputs at ``accumulate`` are added to float32 buffers where they are one product;
-    ``pins`` (a plan file's content) name engine and knobs of regions: those are taken first, as they are, whatever
-    ranking and a longer region would say. Pins of another arch do not apply, nor do pins under a policy that leaves no choice.
-    ``records`` are measured times that rank offers in place of predictions (None: all are predicted).
-    Raises PlanError where the policy leaves a region without an engine or a pinned engine declines, GraphError for a
-    malformed graph.
+    the gradients of the inputs at ``accumulate`` are added to float32 buffers where they are one product; ``pins`` (a
+    plan file's content) name engine and knobs of regions: those are taken first, as they are, whatever ranking and a
+    longer region would say. Pins of another arch do not apply, nor do pins under a policy that leaves no choice.
+    ``records`` are measured times that rank offers in place of predictions (None: all are predicted). Raises PlanError
+    where the policy leaves a region without an engine or a pinned engine declines, GraphError for a malformed graph.
     """
     policy = policy or Policy.of(None)
     verify(graph)
@@ -183,12 +183,14 @@ def _cover(graph: Graph, arch: Arch, policy: Policy, pins: Pins | None, records:
     return GraphPlan(graph, _in_order(graph, chosen))
 
 
-def _pinned_region(ranking: Ranking, node: Node, free: set[int], regions: list[set[int]], pins: Pins) -> PlannedRegion | None:
+def _pinned_region(
+    ranking: Ranking, node: Node, free: set[int], regions: list[set[int]], pins: Pins
+) -> PlannedRegion | None:
     """The longest pinned region that begins at ``node``, None where there is none."""
     graph, rows = ranking.graph, pins.of_arch(ranking.arch.name)
     known = {(p.ops, p.edges) for p in rows.values() if p.ops[0] == node.op} | {((node.op,), ())}
     for ops, edges in sorted(known, key=lambda s: (-len(s[0]), s)):
-        for nodes in find(graph, node, ops, edges, free):
+        for nodes in find(graph, node, Pattern(ops, edges), free):
             region = region_of(graph, nodes)
             key = region.key()
             if key not in rows:
@@ -200,19 +202,20 @@ def _pinned_region(ranking: Ranking, node: Node, free: set[int], regions: list[s
 
 
 def _hold(pin: Pin, key: str, region: Region, pins: Pins) -> None:
-    """Refuses a pin that describes another region than the one that its key is made from: it would not be found and so be ignored."""
+    """Refuses a pin that describes another region than its key does: it would not be found, and so be ignored."""
     for field, said, true in (("ops", pin.ops, region.ops), ("edges", pin.edges, region.edges())):
         if said != true:
-            raise PlanError(f"{pins.source}: pin {key}: {field} = {list(said)}: the region of that key has {list(true)}; {pins.remedy}")
+            raise PlanError(f"{pins.source}: pin {key}: {field} = {list(said)}: the region of that key has "
+                            f"{list(true)}; {pins.remedy}")  # fmt: skip
 
 
 def _obey(pin: Pin, region: Region, ranking: Ranking, pins: Pins) -> PlannedRegion:
     entry = BY_ID[pin.engine]
     answer = ask(entry, region, ranking.arch, ranking.policy, pin.knobs)
     if isinstance(answer, Decline):
-        raise PlanError(f"{'+'.join(pin.ops)} on {ranking.arch.name} under policy {ranking.policy}: {pins.source} pins {pin.engine} "
-                        f"with knobs {dict(pin.knobs)}, which no longer fits: {pin.engine}: {answer.reason}; "
-                        f"{pins.remedy}")  # fmt: skip
+        raise PlanError(f"{'+'.join(pin.ops)} on {ranking.arch.name} {ranking.policy.said}: {pins.source} pins "
+                        f"{pin.engine} with knobs {dict(pin.knobs)}, which no longer fits: {pin.engine}: "
+                        f"{answer.reason}; {pins.remedy}")  # fmt: skip
     ids = dict.fromkeys(e.id for op in pin.ops for e in entries_for(op) if e is not entry)
     others = (Candidate(e, None, f"{pins.source} pins {entry.id}") for e in ids)
     priced = ranking.priced(entry, region, answer)
@@ -221,9 +224,9 @@ def _obey(pin: Pin, region: Region, ranking: Ranking, pins: Pins) -> PlannedRegi
 
 
 def _in_order(graph: Graph, regions: list[PlannedRegion]) -> tuple[PlannedRegion, ...]:
-    """Regions so that each runs after what it reads. Collectives as early as they can start and their readers as late, so
-    that products run beside them; a weight gradient right after the data gradient of its product, so that what the two
-    read is freed early."""
+    """Regions so that each runs after what it reads. Collectives as early as they can start and their readers as late,
+    so that products run beside them; a weight gradient right after the data gradient of its product, so that what the
+    two read is freed early."""
     made_by = {v: i for i, r in enumerate(regions) for n in r.region.nodes for _, v in n.outputs}
     waiting = {i: {made_by[v] for v in r.region.graph.inputs if v in made_by} for i, r in enumerate(regions)}
     data_grads = {i: {n.input("dy") for n in r.region.nodes if n.op == "linear_dgrad"} for i, r in enumerate(regions)}
@@ -262,6 +265,19 @@ def _best_region(ranking: Ranking, node: Node, free: set[int], regions: list[set
     best, candidates = ranking.best(node, free, regions)
     if best is None:
         reasons = "\n".join(f"  {c.engine}: {c.reason}" for c in candidates)
-        raise PlanError(f"{node.op} on {ranking.arch.name} under policy {ranking.policy}: no engine may run it\n{reasons}\n"
-                        "relax the policy, drop engine=, or install what the reasons name", tuple(candidates))  # fmt: skip
+        raise PlanError(f"{node.op} on {ranking.arch.name} {ranking.policy.said}: no engine may run it\n{reasons}\n"
+                        f"{_ways_out(ranking.policy, ranking.arch, candidates)}", tuple(candidates))  # fmt: skip
     return PlannedRegion(best.region, best.entry.id, best.offer, tuple(candidates), best.seconds)
+
+
+def _ways_out(policy: Policy, arch: Arch, candidates: Sequence[Candidate]) -> str:
+    """What to change where no engine may run a region: only what some candidate's reason asks for."""
+    ways = [] if policy.engine is None else ["drop engine="]
+    if policy.engine is None and policy.mode == "strict":
+        ways.append("set the policy auto")
+    if policy.deterministic and any(c.reason.startswith("policy is deterministic") for c in candidates):
+        ways.append("do without deterministic")
+    asked = [BY_ID[c.engine] for c in candidates if policy.engine in (None, c.engine)]
+    if any(e.absent() for e in asked if arch.name in e.archs):
+        ways.append("install what the reasons name")
+    return ", or ".join(ways) or "change what the reasons name"

@@ -24,9 +24,9 @@ class Policy:
     def __post_init__(self) -> None:
         if isinstance(self.per_module, Mapping):
             object.__setattr__(self, "per_module", tuple(self.per_module.items()))
-        for field, mode in (("mode", self.mode), *((f"per_module[{p!r}]", m) for p, m in self.per_module)):
+        for field, mode in (("policy", self.mode), *((f"policy per_module[{p!r}]", m) for p, m in self.per_module)):
             if mode not in POLICIES:
-                raise ValueError(f"policy {field} = {mode!r}: must be one of {', '.join(POLICIES)}")
+                raise ValueError(f"{field} = {mode!r}: must be one of {', '.join(POLICIES)}")
         if self.engine is not None:
             from ..engines.manifest import BY_ID
 
@@ -37,6 +37,24 @@ class Policy:
     def chooses(self) -> bool:
         """Whether engines compete under this policy; otherwise a plan file has nothing to pin."""
         return self.mode != "reference" and self.engine is None
+
+    @property
+    def said(self) -> str:
+        """The policy in a message's words: ``under policy auto``, ``with engine=norm/quack``."""
+        chosen = f"under policy {self.mode}" if self.engine is None else f"with engine={self.engine}"
+        return f"{chosen}, deterministic" if self.deterministic else chosen
+
+    def forcing(self, engine: str, op: str) -> Policy:
+        """This policy with ``engine`` forced for one ``op``. ValueError where the engine has no code for it: something
+        else would run in its place."""
+        from ..engines.manifest import BY_ID
+
+        chosen = dataclasses.replace(self, engine=engine)
+        row = BY_ID[engine]
+        if not row.is_reference and op not in row.ops:
+            able = ", ".join(e.id for e in BY_ID.values() if op in e.ops or e.is_reference)
+            raise ValueError(f"{op}: engine = {engine!r}: has no code for {op}; use one of {able}")
+        return chosen
 
     @staticmethod
     def of(value: Policy | str | Mapping[str, str] | None) -> Policy:

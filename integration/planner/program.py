@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ..engines.arch import Arch
-from ..engines.contract import BuildContext
 from ..engines.manifest import BY_ID
 from ..graph.ir import Graph
 from ..graph.ops.table import op_table
+from ..plan_cache.memory import context
 from . import nvtx
 from .planner import GraphPlan, PlanError, PlannedRegion
 from .policy import Policy
@@ -41,13 +41,15 @@ def compiled_launch(planned: PlannedRegion, arch: Arch) -> Any:
     if launch is None:
         engine = BY_ID[planned.engine].load()
         if arch.is_gpu and torch.cuda.is_available():
-            torch.cuda.mem_get_info()  # builds may ask the driver: autograd's threads have no context before they ask the runtime
+            # builds may ask the driver, and autograd's threads have no context before they ask the runtime
+            torch.cuda.mem_get_info()
         try:
-            launch = _compiled[key] = engine.build(BuildContext(planned.region, arch, planned.offer)).launch
+            launch = _compiled[key] = engine.build(context(planned.region, arch, planned.offer)).launch
         except ImportError as error:  # another engine instead would be slower without a word, and on this rank alone
-            raise PlanError(f"{'+'.join(planned.ops)}: {planned.engine} cannot be built here: {type(error).__name__}: {error}; reinstall "
-                            f"what it needs ({', '.join(BY_ID[planned.engine].needs)}; 'layerplan doctor' says more), uninstall it, or "
-                            "choose another engine or policy") from error  # fmt: skip
+            raise PlanError(f"{'+'.join(planned.ops)}: {planned.engine} cannot be built here: {type(error).__name__}: "
+                            f"{error}; reinstall what it needs ({', '.join(BY_ID[planned.engine].needs)}; 'layerplan "
+                            "doctor' says more), uninstall it, or choose another engine or policy"
+                            ) from error  # fmt: skip
     return launch
 
 
@@ -65,8 +67,8 @@ def warn_if_reference(planned: PlannedRegion, arch: Arch, policy: Policy, where:
     flops, nbytes = planned.region.cost()
     ideal = arch.roofline(flops, nbytes, planned.region.dtype())
     warnings.warn(
-        f"layerplan: {where or 'ops'}: {'+'.join(planned.ops)} runs on its plain PyTorch reference on {arch.name}, about "
-        f"{planned.seconds * 1e6:.0f} us instead of {ideal * 1e6:.0f} us at the roofline. Why: {reasons}",
+        f"layerplan: {where or 'ops'}: {'+'.join(planned.ops)} runs on its plain PyTorch reference on {arch.name}, "
+        f"about {planned.seconds * 1e6:.0f} us instead of {ideal * 1e6:.0f} us at the roofline. Why: {reasons}",
         ReferenceFallback, stacklevel=5,
     )  # fmt: skip
 
@@ -101,7 +103,9 @@ def _collective(op: str, group: Any, size: int, in_place: bool):
 
         def start(x):
             if x.shape[0] % size:
-                raise ValueError(f"reduce_scatter: dim 0 = {x.shape[0]} must divide by the group's size {size}; pad the sequence")
+                raise ValueError(
+                    f"reduce_scatter: dim 0 = {x.shape[0]} must divide by the group's size {size}; pad the sequence"
+                )
             out = torch.empty((x.shape[0] // size, *x.shape[1:]), dtype=x.dtype, device=x.device)
             return _Pending(out, dist.reduce_scatter_tensor(out, x.contiguous(), group=group, async_op=True))
 
@@ -118,7 +122,7 @@ def _collective(op: str, group: Any, size: int, in_place: bool):
 
 
 class _Writer:
-    """Writes one function over a part of a plan's regions. ``module`` and ``direction`` are what NVTX ranges say of it."""
+    """Writes one function over a part of a plan's regions. ``module`` and ``direction``: what NVTX ranges say of it."""
 
     def __init__(self, graph: Graph, arch: Arch, groups: Mapping[str, Any], module: str, direction: str) -> None:
         self.graph, self.arch, self.groups = graph, arch, groups
@@ -168,7 +172,9 @@ class _Writer:
         source, target = node.input("x"), node.output("y")
         size, symbol = node.attr("size"), node.attr("group")
         if size > 1 and symbol not in self.groups:
-            raise ValueError(f"collective {node.op}: no process group for symbol {symbol!r}; known: {sorted(self.groups)}")
+            raise ValueError(
+                f"collective {node.op}: no process group for symbol {symbol!r}; known: {sorted(self.groups)}"
+            )
         # the source may be overwritten only if this node alone reads it and the graph made it
         maker = self.graph.producer(source)
         alone = (maker is not None and not op_table()[maker.op].aliases and len(self.graph.consumers(source)) == 1
@@ -178,7 +184,7 @@ class _Writer:
         pending.add(target)
 
     def _launch(self, r: PlannedRegion, i: int, line: str) -> None:
-        """The line that launches a region; between push and pop where ranges are wanted, popped also where it raises."""
+        """The line that launches a region; where ranges are wanted in one, which ends also where it raises."""
         if self.ranges is None:
             self.lines.append(line)
             return
@@ -197,10 +203,11 @@ def _tuple(names: Iterable[str]) -> str:
     return f"({', '.join(names)}{',' if len(names) == 1 else ''})"
 
 
-def forward_programs(part: GraphPlan, arch: Arch, num_outputs: int, saved: tuple[str, ...], non_differentiable: tuple[int, ...],
-                     groups: Mapping[str, Any], module: str):  # fmt: skip
-    """``plain(*inputs)`` -> the output, or a tuple of several; and ``recorded(ctx, sink, *inputs)``, which also saves what
-    the backward reads: the forward of an autograd Function. ``module``: the name of the module whose plan it is."""
+def forward_programs(part: GraphPlan, arch: Arch, num_outputs: int, saved: tuple[str, ...],
+                     non_differentiable: tuple[int, ...], groups: Mapping[str, Any], module: str):  # fmt: skip
+    """``plain(*inputs)`` -> the output, or a tuple of several; and ``recorded(ctx, sink, *inputs)``, which also saves
+    what the backward reads: the forward of an autograd Function. ``module``: the name of the module whose plan it
+    is."""
     graph, outputs = part.graph, part.graph.outputs[:num_outputs]
 
     def write(keep: tuple[str, ...]) -> tuple[_Writer, str, str]:
@@ -222,10 +229,10 @@ def forward_programs(part: GraphPlan, arch: Arch, num_outputs: int, saved: tuple
 
 
 class BackwardProgram:
-    """``data(saved, grads, extra) -> (gradients, carry)``, which empties the list ``saved`` so that each tensor is freed after
-    its last reader, and, where weight gradients are deferred,
-    ``weight(carry) -> deferred gradients``. ``deferred`` lists the positions that ``weight`` fills. ``direct(otherwise)``
-    makes the data stage the backward of an autograd Function."""
+    """``data(saved, grads, extra) -> (gradients, carry)``, which empties the list ``saved`` so that each tensor is
+    freed after its last reader, and, where weight gradients are deferred, ``weight(carry) -> deferred gradients``.
+    ``deferred`` lists the positions that ``weight`` fills. ``direct(otherwise)`` makes the data stage the backward of
+    an autograd Function."""
 
     def __init__(self, part: GraphPlan, arch: Arch, num_saved: int, num_grads: int, results: tuple[str | None, ...],
                  deferred: tuple[int, ...], groups: Mapping[str, Any], module: str) -> None:  # fmt: skip
@@ -237,14 +244,16 @@ class BackwardProgram:
         made_late = {v for r in late for v in r.region.graph.outputs}
         carry = [v for v in dict.fromkeys(v for r in late for v in r.region.graph.inputs) if v not in made_late]
         # a deferred gradient that an early region already computes travels along
-        carry += [results[i] for i in deferred if results[i] is not None and results[i] not in made_late and results[i] not in carry]
+        carry += [v for i in deferred if (v := results[i]) is not None and v not in made_late and v not in carry]
         w = _Writer(graph, arch, groups, module, "backward")
-        parts = (graph.inputs[:num_saved], graph.inputs[num_saved : num_saved + num_grads], graph.inputs[num_saved + num_grads :])
+        end = num_saved + num_grads
+        parts = graph.inputs[:num_saved], graph.inputs[num_saved:end], graph.inputs[end:]
         given = [_tuple(w.name(v) for v in values) if values else "_" for values in parts]
         w.body(early, {v for v in now if v} | set(carry))
         returned = ["None" if v is None else w.name(v) for v in now]
         header = [f"{given[0]}, {given[1]}, {given[2]} = saved, grads, extra", "saved.clear()"]
-        self.data = w.function("saved, grads, extra", header, [f"return {_tuple(returned)}, {_tuple(w.name(v) for v in carry)}"])
+        tail = f"return {_tuple(returned)}, {_tuple(w.name(v) for v in carry)}"
+        self.data = w.function("saved, grads, extra", header, [tail])
         self._data_stage = w, given, returned
         self.weight = None
         if deferred:

@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..engines.arch import Arch
-from ..engines.contract import Decline, Engine, Offer, Region
+from ..engines.contract import Decline, Engine, Offer, Pattern, Region
 from ..engines.manifest import BY_ID, MANIFEST, Entry
 from ..graph.ir import Graph, Node
 from ..graph.ops.table import op_table
-from .cover import chain, entries_for, grow, region_of
+from .cover import entries_for, fits, grow, matches, region_of
 from .policy import Policy
 from .records import Record, Records, region_key, short_name
 
@@ -86,7 +86,8 @@ class Priced:
 
     @property
     def paid(self) -> float | None:
-        """The record's seconds as they rank: a record is the device's time alone, and a launch takes the host's at least."""
+        """The record's seconds as they rank: a record is the device's time alone, and a launch takes the host's at
+        least."""
         if self.measured is None or self.record.arch == "cpu":  # there the host's time is the device's
             return self.measured
         return max(self.measured, self.offer.host_us * 1e-6)
@@ -97,11 +98,8 @@ class Priced:
         return self.predicted if self.measured is None else self.measured
 
     def equals(self, other: Priced) -> bool:
-        """Whether both are measured and their quartiles overlap: the difference is noise."""
-        if self.measured is None or other.measured is None:
-            return False
-        (low, high), (least, most) = self.record.quartiles, other.record.quartiles
-        return low <= most and least <= high
+        """Whether both are measured and the difference is noise."""
+        return self.measured is not None and other.measured is not None and self.record.equals(other.record)
 
     @property
     def said(self) -> str:
@@ -128,11 +126,9 @@ class Parts:
 
     @property
     def said(self) -> str:
-        return (
-            f"predicted {self.predicted * 1e6:.1f} us"
-            if self.measured is None
-            else f"measured {self.measured * 1e6:.1f} us"
-        )
+        if self.measured is None:
+            return f"predicted {self.predicted * 1e6:.1f} us"
+        return f"measured {self.measured * 1e6:.1f} us"
 
 
 class Refused(Decline):
@@ -202,9 +198,8 @@ class Ranking:
                 together, apart = costs([offer, parts])
                 if together <= apart:
                     return offer, lost
-                lost[id(offer)] = (
-                    f"its {size} ops cost less apart: {parts.said}, together {_beside(offer, [offer, parts])}"
-                )
+                together_said = _beside(offer, [offer, parts])
+                lost[id(offer)] = f"its {size} ops cost less apart: {parts.said}, together {together_said}"
         return None, lost
 
     def alone(self, node: Node) -> tuple[list[Priced], list[Candidate]]:
@@ -214,9 +209,10 @@ class Ranking:
             region, offers, declines = region_of(self.graph, [node]), [], []
             for entry in entries_for(node.op):
                 answer = self._price(entry, region)
-                offers.append(answer) if isinstance(answer, Priced) else declines.append(
-                    Candidate(entry.id, None, answer.reason)
-                )
+                if isinstance(answer, Priced):
+                    offers.append(answer)
+                else:
+                    declines.append(Candidate(entry.id, None, answer.reason))
             found = self._alone[id(node)] = offers, declines
         return found
 
@@ -284,16 +280,16 @@ class Ranking:
             nodes = grow(self.graph, node, free, frozenset(entry.ops), regions=regions)
             if len(nodes) > 1:
                 yield nodes
-        for pattern in sorted(engine.patterns, key=len, reverse=True):
-            nodes = chain(self.graph, node, pattern, free, regions)
-            if nodes and len(nodes) > 1:
-                yield nodes
+        for pattern in sorted(map(Pattern.of, engine.patterns), key=lambda p: len(p.ops), reverse=True):
+            yield from matches(self.graph, node, pattern, free, regions)
 
 
 def _why(best: Priced, offers: list[Priced], policy: Policy) -> str:
     """Why the best of the offers is the best."""
-    if not policy.chooses:
-        return "policy is reference" if policy.engine is None else f"engine={policy.engine!r} is forced"
+    if best.entry.id == policy.engine:
+        return f"engine={policy.engine!r} is forced"
+    if policy.engine is None and not policy.chooses:
+        return "policy is reference"
     measured = "" if best.measured is None else f", {best.said}"
     if len(offers) == 1:
         return f"the only engine that offers{measured}"
@@ -320,12 +316,9 @@ def _why_not(other: Priced, best: Priced, rivals: list[Priced]) -> str:
 def _beside(offer: Priced, ways: Sequence[Priced | Parts]) -> str:
     """An offer's time, and what a prediction counts as beside the measured ones among ``ways``."""
     doubt = _doubt(ways)
-    counts = offer.measured is None and doubt > 1.0
-    return (
-        f"{offer.said} (counts as {offer.predicted * doubt * 1e6:.1f} us beside measured times)"
-        if counts
-        else offer.said
-    )
+    if offer.measured is not None or doubt == 1.0:
+        return offer.said
+    return f"{offer.said} (counts as {offer.predicted * doubt * 1e6:.1f} us beside measured times)"
 
 
 def ask(
@@ -353,7 +346,7 @@ def ask(
         answer = engine.match(region, arch)
     elif not entry.is_reference and any(op not in entry.ops for op in region.ops):
         answer = Decline(f"has no code for {', '.join(op for op in region.ops if op not in entry.ops)}")
-    elif len(region.ops) > 1 and not engine.fuses and region.ops not in engine.patterns:
+    elif len(region.ops) > 1 and not engine.fuses and not fits(region, engine.patterns):
         answer = Decline("takes no region of several nodes such as this")
     else:
         answer = engine.offer_with(region, arch, knobs)

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import json
 import logging
-import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,6 +108,11 @@ class Record:
         """What a newer measurement replaces."""
         return self.arch, self.gpu, self.region, self.engine, self.knobs
 
+    def equals(self, other: Record) -> bool:
+        """Whether the quartiles of two times overlap: the difference is noise."""
+        (low, high), (least, most) = self.quartiles, other.quartiles
+        return low <= most and least <= high
+
     def stale(self) -> str | None:
         """Why the row does not count here: another version of the engine's package. None where it counts."""
         then = dict(self.versions)
@@ -153,16 +158,9 @@ class Records:
             why = r.stale()
             if why is not None:
                 old[key] = why
-            elif key not in fresh or (r.microseconds or 0.0) < (
-                fresh[key].microseconds or 0.0
-            ):  # two boards: an error's, or the faster one's
+            # of two boards' the one with an error, else the faster one's
+            elif key not in fresh or (r.microseconds or 0.0) < (fresh[key].microseconds or 0.0):
                 fresh[key] = r
-        for _, old in found.values():
-            for why in dict.fromkeys(old.values()):
-                _say_once(
-                    f"{self.source}: {sum(w == why for w in old.values())} records do not count: they are of {why}; "
-                    "run 'layerplan tune' again"
-                )
         return found
 
     def find(self, arch: str, region: str, engine: str, knobs: Iterable[tuple[str, Any]]) -> Record | None:
@@ -171,10 +169,17 @@ class Records:
         return fresh.get((region, engine, plain_knobs(knobs)))
 
     def stale(self, arch: str, region: str, engine: str, knobs: Iterable[tuple[str, Any]]) -> str | None:
-        """Why a row that is there does not count; None where none is, or one counts."""
+        """Why a row that is there does not count, which is logged once for all rows of ``arch`` that share the reason;
+        None where none is there, or one counts."""
         fresh, old = self._by_arch.get(arch, ({}, {}))
         key = region, engine, plain_knobs(knobs)
-        return None if key in fresh else old.get(key)
+        why = None if key in fresh else old.get(key)
+        if why is not None:
+            count = sum(w == why for w in old.values())
+            _say_once(
+                f"{self.source}: {count} records of {arch} do not count: they are of {why}; run 'layerplan tune' again"
+            )
+        return why
 
     def of_arch(self, arch: str) -> bool:
         """Whether any row is of ``arch``, whether or not it counts."""
@@ -205,15 +210,17 @@ def save(path: Path, records: Records) -> None:
     json_file.write(path, records.to_json())
 
 
-def load(path: str | Path, *, source: str | None = None) -> Records:
-    """The records of a file. Raises RecordsError naming the file and what is wrong with it."""
+def load(path: str | Path, *, source: str | None = None, remedy: str = "write it anew with 'layerplan tune'") -> Records:
+    """The records of a file. Raises RecordsError naming the file and what is wrong with it; ``remedy``: what it says to
+    do where the file holds something else, empty for a caller that says so itself."""
     name, path = source or f"records file {path}", Path(path)
     data = json_file.read(path, name, RecordsError)
     rows = data.get("records") if isinstance(data, dict) and data.get("format") == FORMAT else None
     if not isinstance(rows, list):
-        raise RecordsError(
-            f"{name}: must be an object of format {FORMAT} with a list of records; write it anew with 'layerplan tune'"
-        )
+        rule = f"must be an object of format {FORMAT} with a list of records"
+        if isinstance(data, dict) and "pins" in data:
+            rule = "is a plan file, not records: plan.file and pins= take those"
+        raise RecordsError(f"{name}: {rule}{f'; {remedy}' if remedy else ''}")
     return Records((), name).merged(_record(f"{name}: record {i}", row) for i, row in enumerate(rows))
 
 
@@ -230,11 +237,11 @@ def _record(where: str, row: Any) -> Record:
         return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
     def time(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        return type(value) in (int, float) and 0 < value <= sys.float_info.max  # an int of JSON may be larger
 
-    demand(row["arch"] in ARCHS, "arch", f"must be one of {', '.join(ARCHS)}")
-    for field in ("gpu", "region"):
+    for field in ("arch", "gpu", "region"):
         demand(isinstance(row[field], str) and bool(row[field]), field, "must be a name")
+    demand(row["arch"] in ARCHS, "arch", f"must be one of {', '.join(ARCHS)}")
     demand(strings(row["ops"]), "ops", "must be names, at least one")
     demand(
         isinstance(row["engine"], str) and row["engine"] in BY_ID,
@@ -242,13 +249,7 @@ def _record(where: str, row: Any) -> Record:
         f"is not in the manifest: {', '.join(BY_ID)}",
     )
     demand(isinstance(row["knobs"], dict), "knobs", "must be an object")
-    for value in row["knobs"].values():
-        plain = value if isinstance(value, list) else [value]
-        demand(
-            all(isinstance(v, str | int | float | None) for v in plain),
-            "knobs",
-            "each must be a number, a string, a boolean, null, or a list of these",
-        )
+    demand(all(map(json_file.is_knob, row["knobs"].values())), "knobs", f"each {json_file.KNOB_RULE}")
     wanted, given = packages_of(BY_ID[row["engine"]]), row["versions"]
     holds = isinstance(given, dict) and all(isinstance(v, str) for v in given.values()) and set(wanted) <= set(given)
     demand(holds, "versions", f"must hold the versions of {', '.join(wanted)}")
@@ -285,15 +286,15 @@ def _record(where: str, row: Any) -> Record:
 
 
 @functools.cache
-def _of_environment(path: str) -> Records:
-    return load(path, source=f"LAYERPLAN_RECORDS = {path}")
+def _of_environment(path: str, remedy: str) -> Records:
+    return load(path, source=f"LAYERPLAN_RECORDS = {path}", remedy=remedy)
 
 
-def default_records() -> Records:
+def default_records(*, remedy: str = "write it anew with 'layerplan tune', or unset it") -> Records:
     """What LAYERPLAN_RECORDS names, read once; no rows where it is not set. Raises RecordsError where the file cannot
-    be read."""
+    be read; ``remedy`` as in ``load``."""
     path = settings().records
-    return NONE if path is None else _of_environment(path)
+    return NONE if path is None else _of_environment(path, remedy)
 
 
 def given_records(value: Records | str | Path | None) -> Records:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from .applied import applied
 from .policy import Policy
+from .records import NONE
 from .runner import Runner
 from .text import aligned, folded, pattern
 
@@ -43,12 +45,13 @@ class Row:
 class Report:
     """``not_run``: layerplan modules that have not run yet. ``others``: (name, class) of the modules with parameters of their own
     that layerplan does not run. ``boundaries``: (name, what) of the modules that ran and leave something to their caller between
-    their plan and the next one."""
+    their plan and the next one. ``files``: for each plan file and file of records in force, how much of it the plans take."""
 
     rows: tuple[Row, ...]
     not_run: tuple[str, ...]
     others: tuple[tuple[str, str], ...] = ()
     boundaries: tuple[tuple[str, str], ...] = ()
+    files: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Nested dicts and lists of plain values."""
@@ -57,6 +60,7 @@ class Report:
             "not_run": list(self.not_run),
             "others": [{"module": name, "class": kind} for name, kind in self.others],
             "boundaries": [{"module": name, "left": what} for name, what in self.boundaries],
+            "files": list(self.files),
         }
 
     def engines(self) -> dict[str, set[str]]:
@@ -68,6 +72,8 @@ class Report:
 
     def __str__(self) -> str:
         """A table in which layers that run alike are one line, then every decline, then what does not run through layerplan."""
+        if not self.rows and not self.not_run:
+            return "no module of this model is layerplan's: nothing here is planned; build it with layerplan's layers"
         rows = [("module", "pass", "ops", "engine", "predicted us", "measured us", "share", "policy", "why"), *self._table()]
         measured = any(r.measured_us is not None for r in self.rows)
         lines = aligned(rows if measured else ((*row[:5], *row[6:]) for row in rows))
@@ -79,6 +85,7 @@ class Report:
             lines += ["", "not chosen"]
             lines += aligned((f"  {where}", engine, f"{reason} ({folded(modules)})") for (where, engine, reason), modules in declines.items())
         lines += [f"{m}: has not run yet" for m in self.not_run]
+        lines += ["", *self.files] if self.files else []
         if self.boundaries:
             lines += ["", "between plans: " + _alike(self.boundaries)]
         if self.others:
@@ -126,7 +133,22 @@ def report(model) -> Report:
         elif module.boundary:
             boundaries.append((name, module.boundary))
     total = sum(r.us for r in rows) or 1.0
-    return Report(tuple(dataclasses.replace(r, share=r.us / total) for r in rows), tuple(idle), tuple(others), tuple(boundaries))
+    shared = tuple(dataclasses.replace(r, share=r.us / total) for r in rows)
+    return Report(shared, tuple(idle), tuple(others), tuple(boundaries), _files(model))
+
+
+def _files(model) -> tuple[str, ...]:
+    """A line for each plan file and file of records that modules which ran are planned with."""
+    runners = [r for _, module in planned_modules(model) for r in module.plan_runners()]
+    plans = [(r, p) for r in runners for p in r.plans()]
+    lines: dict[str, None] = {}
+    for arch in dict.fromkeys(p.arch.name for _, p in plans):
+        for pins in {id(r.pins): r.pins for r in runners if r.pins is not None}.values():
+            lines[f"{pins.source}: {applied(arch, (p for r, p in plans if r.pins is pins), pins).of_pins(pins)}"] = None
+        for records in {id(r.records): r.records for r in runners if r.records is not NONE}.values():
+            mine = (p for r, p in plans if r.records is records)
+            lines[f"{records.source}: {applied(arch, mine, records=records).of_records(records)}"] = None
+    return tuple(lines)
 
 
 def _rows(module: str, kind: str, runner: Runner) -> list[Row]:

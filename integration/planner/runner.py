@@ -203,13 +203,7 @@ class Executable:
         """The gradients of the inputs. Empties ``saved``, so that each saved tensor is freed after its last reader."""
         given = (True,) if self.single else tuple(g is not None for g in grads)
         fused = sink.fused_positions() if sink is not None else ()
-        key = (given, fused, sink is not None and sink.defer)
-        variant = self._backward.get(key)
-        if variant is None:
-            variant = self._backward[key] = self._build_backward(given, fused, key[2])
-            if self.single and sink is None:  # the usual case: from now on without this function
-                self._function._backward_cls.apply = variant[0].direct(self._run_backward)
-        program, pick, fill, fused, picked_saved = variant
+        program, pick, fill, fused, picked_saved = self._variant(given, fused, sink)
         if fill:
             grads, sizes = list(grads), self._sizes(saved, grads)
             device = next(g.device for g in grads if g is not None)
@@ -229,6 +223,23 @@ class Executable:
             for i in fused:
                 results[i] = sink.dummy(i)
         return results
+
+    def _variant(self, given: tuple[bool, ...], fused: tuple[int, ...], sink: WeightGrads | None) -> tuple:
+        """The backward of one kind of call, built by the first one."""
+        key = (given, fused, sink is not None and sink.defer)
+        variant = self._backward.get(key)
+        if variant is None:
+            variant = self._backward[key] = self._build_backward(given, fused, key[2])
+            if self.single and sink is None:  # the usual case: from now on without this function
+                self._function._backward_cls.apply = variant[0].direct(self._run_backward)
+        return variant
+
+    def build_backward(self, sink: WeightGrads | None = None) -> None:
+        """Plans and builds the backward from all primary outputs, before its first run. ``sink`` as the call will have
+        it."""
+        wanted = self.plan.derived.grad_outputs
+        given = tuple(self.single or i in wanted for i in range(self.num_outputs))
+        self._variant(given, sink.fused_positions() if sink is not None else (), sink)
 
     def _defer(self, sink: WeightGrads, program: BackwardProgram, carry: tuple, fused: tuple[int, ...]) -> None:
         def job() -> None:
@@ -339,6 +350,16 @@ class Runner:
         return entry.forward(*tensors)
 
     def _miss(self, tensors: tuple[torch.Tensor, ...]) -> Executable:
+        entry = self.prepared(tensors)
+        if entry.checks is not None:
+            entry.checks(tensors)
+        if len(self.entries) >= _MOST_KEYS:
+            self.entries.clear()
+        self.entries[self._key(*tensors)] = entry
+        return entry
+
+    def prepared(self, tensors: tuple[torch.Tensor, ...]) -> Executable:
+        """The executable for tensors of this metadata, planned and built where it is not there. Contents are not read."""
         devices = {n: t.device for n, t in zip(self.names, tensors, strict=True)}
         if len(set(devices.values())) > 1:
             listed = ", ".join(f"{n} on {d}" for n, d in devices.items())
@@ -357,12 +378,11 @@ class Runner:
             shapes = ", ".join(f"{n}: {list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
                                for n, t in zip(self.names, tensors, strict=True))  # fmt: skip
             raise type(error)(f"{error}\n  called with {shapes}") from None
-        if entry.checks is not None:
-            entry.checks(tensors)
-        if len(self.entries) >= _MOST_KEYS:
-            self.entries.clear()
-        self.entries[self._key(*tensors)] = entry
         return entry
+
+    def take(self, other: Runner) -> None:
+        """Has what another runner of the same graphs has prepared."""
+        self._executables = other._executables | self._executables
 
     def _refuse_types(self, tensors: tuple) -> None:
         if len(tensors) != len(self.names):

@@ -1,12 +1,13 @@
 """Measures what ranking otherwise predicts: every region that an engine offers for, on the device at hand.
 
-Inputs are random (graph/examples.py), those that a view gives have its strides. They rotate through more than twice the
-L2 cache, engines of one region take turns block by block, and the figure is the median over blocks. Before it is timed,
-an engine's result is held against the reference one precision up, by the rule of oracle.py; from 16-bit inputs also the
-L2 error may be at most 8 eps of the L2 norm, since one unit at the largest value says little of small ones. float32
-results get the rounding of their own sums beside it (``_sum_error``). Ops that
-round inside (``_ROUNDED_INSIDE``) get an error of eps at the largest value beside it: the reference, which stays in
-float32 there, is a stricter peer than PyTorch's computation in 16 bits."""
+Inputs are random (``graph/examples.py``), those that a view gives have its strides. They rotate through more than twice
+the L2 cache, engines of one region take turns block by block, and the figure is the median over blocks.
+
+Before it is timed, an engine's result is held against the reference one precision up, by the rule of ``oracle.py``.
+From 16-bit inputs also the L2 error may be at most 8 eps of the L2 norm: one unit at the largest value says little of
+small ones. Two things are added to the limit. float32 results: the rounding of their own sums (``_sum_error``). Ops
+that round inside (``_ROUNDED_INSIDE``): eps at the largest value, since the reference, which stays in float32 there, is
+a stricter peer than PyTorch's computation in 16 bits."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ from typing import Any
 import torch
 
 from ..engines.arch import Arch
-from ..engines.contract import BuildContext, Region
+from ..engines.contract import Region
 from ..engines.manifest import BY_ID
 from ..graph.examples import WRITTEN, example, sizes_of
 from ..graph.ir import Graph, Node
 from ..graph.ops.table import op_table
+from ..plan_cache.memory import context
 from .cover import region_of
 from .oracle import Wrong, errors, limit
 from .planner import GraphPlan, Plan, plan
@@ -112,12 +114,13 @@ class Tuned:
         lines = [f"measured on {self.gpu}"]
         for tuned in self.regions:
             key = region_key(tuned.site.region)
+            chosen = self.now.get(key, frozenset())
+            taken = [r for p, r, _ in tuned.rows if p.entry.id in chosen and r is not None and r.quartiles is not None]
             rows = [("engine", "us", "quartiles", "of roofline", "")]
-            for offer, record, note in sorted(
-                tuned.rows, key=lambda r: math.inf if r[1] is None or r[1].microseconds is None else r[1].microseconds
-            ):
+            for offer, record, note in sorted(tuned.rows, key=_time_of):
+                alike = record is not None and record.quartiles is not None and any(map(record.equals, taken))
                 said = [
-                    *(["chosen now"] if offer.entry.id in self.now.get(key, ()) else []),
+                    *(["chosen now"] if offer.entry.id in chosen else ["as fast (quartiles overlap)"] if alike else []),
                     *(["chosen before"] if offer.entry.id in self.before.get(key, ()) else []),
                     *(["on trial"] if offer.entry.trial else []),
                     *([note] if note else []),
@@ -125,17 +128,12 @@ class Tuned:
                 if record is None or record.microseconds is None:
                     rows.append((offer.entry.id, "", "", "", "; ".join(said)))
                     continue
-                low, high = record.quartiles
-                rows.append(
-                    (
-                        offer.entry.id,
-                        f"{record.microseconds:.1f}",
-                        f"{low:.1f} .. {high:.1f}",
-                        f"{offer.roofline * 1e8 / record.microseconds:.0f} %",
-                        "; ".join(said),
-                    )
-                )
-            lines += ["", f"{tuned.site.title}", *(f"  {line}" for line in aligned(rows))]
+                us, (low, high) = record.microseconds, record.quartiles
+                share = f"{offer.roofline * 1e8 / us:.0f} %" if record.arch != "cpu" else ""
+                rows.append((offer.entry.id, f"{us:.1f}", f"{low:.1f} .. {high:.1f}", share, "; ".join(said)))
+            if all(record is None or record.arch == "cpu" for _, record, _ in tuned.rows):
+                rows = [(*row[:3], row[4]) for row in rows]  # a CPU has no roofline: its rates are no datasheet's
+            lines += ["", tuned.site.title, *(f"  {line}" for line in aligned(rows))]
         if self.left:
             lines += [
                 "",
@@ -192,6 +190,12 @@ def tune(
     return Tuned(gpu, tuple(done), records, _chosen(first), _chosen(now), left, lost)
 
 
+def _time_of(row: tuple[Priced, Record | None, str]) -> float:
+    """What a table is sorted by: rows without a time last."""
+    _, record, _ = row
+    return math.inf if record is None or record.microseconds is None else record.microseconds
+
+
 def _parts(made: Plan) -> list[GraphPlan]:
     return [made.forward, *([made.backward] if made.backward else [])]
 
@@ -218,7 +222,7 @@ def _sites(workloads: Sequence[Workload], plans: Sequence[Plan], arch: Arch) -> 
                     continue
                 alone, _ = ranking.alone(node)
                 plain = next((p.predicted for p in alone if p.entry.is_reference), math.inf)
-                # who says himself that the plain reference is faster (Inductor on a CPU) is there to be named, not to win
+                # an engine that itself predicts more than the reference (Inductor on a CPU) is there to be named
                 offers += [p for p in alone if p.predicted <= plain]
                 offers += ranking.fused(node, free, [])[0]
             considered = [
@@ -284,7 +288,7 @@ class _Bench:
                     )
                     continue
                 try:
-                    launch = offer.entry.load().build(BuildContext(self.site.region, self.arch, offer.offer)).launch
+                    launch = offer.entry.load().build(context(self.site.region, self.arch, offer.offer)).launch
                     wrong = check(launch)
                 except torch.OutOfMemoryError as error:  # the machine may be shared
                     rows.append((offer, None, f"not measured: {_first_line(error)}"))
@@ -422,7 +426,7 @@ class _Check:
 
     def __init__(self, bench: _Bench) -> None:
         region, self.bench = bench.site.region, bench
-        self.reference = BY_ID["reference/eager"].load().build(BuildContext(region, bench.arch, None)).launch
+        self.reference = BY_ID["reference/eager"].load().build(context(region, bench.arch, None)).launch
         self.written = [
             any(p in WRITTEN for n in region.nodes for p, v in n.inputs if v == value) for value in region.graph.inputs
         ]
@@ -474,9 +478,8 @@ class _Check:
 
     def __call__(self, launch: Callable[..., Any]) -> str | None:
         """What is wrong with the result, None where nothing is."""
-        dirty = [
-            torch.full_like(p, float("nan")) for p in self.peer if p.is_floating_point()
-        ]  # what is not written then shows
+        # memory that comes back from the allocator holds NaN, so that what is not written shows
+        dirty = [torch.full_like(p, float("nan")) for p in self.peer if p.is_floating_point()]
         del dirty
         made = _tuple(launch(*self._own()))
         self.bench.wait()

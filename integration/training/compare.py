@@ -220,15 +220,12 @@ def compare_problems(recipe: Recipe, a: str, b: str) -> list[Problem]:
         problems.append(
             Problem("environment: WORLD_SIZE", world, "a comparison runs in one process", "start it without torchrun")
         )
-    if MEGATRON in (a, b) and recipe.model.attention_dropout:
-        problems.append(
-            Problem(
-                "model.attention_dropout",
-                recipe.model.attention_dropout,
-                "Megatron's layers draw other masks",
-                "set model.attention_dropout=0",
+    for name, drawn_in_plans in (("attention_dropout", True), ("hidden_dropout", plan.fuse_residual)):
+        value = getattr(recipe.model, name)
+        if MEGATRON in (a, b) and drawn_in_plans and value:
+            problems.append(
+                Problem(f"model.{name}", value, "Megatron's layers draw other masks", f"set model.{name}=0")
             )
-        )
     return problems
 
 

@@ -27,16 +27,18 @@ def check_request(prompt: str, max_new_tokens: int, temperature: float) -> None:
 def complete(checkpoint: Path, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.8, seed: int = 0) -> str:
     """The continuation of ``prompt``, without it. ``checkpoint``: a step's folder, or a run's folder (its newest whole step).
 
-    Raises RecipeError for arguments, CheckpointError where there is nothing whole to load.
+    Raises RecipeError for arguments, a folder that is not there among them, CheckpointError where there is nothing whole to load.
     """
     check_request(prompt, max_new_tokens, temperature)
+    checkpoint = Path(checkpoint)
+    if not checkpoint.is_dir():
+        raise RecipeError([Problem("checkpoint", str(checkpoint), "no such folder", "name a run's or a step's folder")])
     import torch
 
     from .build import build_model, ranks_of, transformer_config
     from .checkpoint import CheckpointError, load_sharded, load_trainer_state, steps_in, verify
     from .tokenizer import load_tokenizer
 
-    checkpoint = Path(checkpoint)
     candidates = [p for _, p in steps_in(checkpoint)] or [checkpoint]
     stored = None
     for folder in candidates:

@@ -1,6 +1,6 @@
 """``layerplan demo``: the whole path on this machine's own text, in a few minutes and without a GPU or a download.
 
-Prepares the Python standard library's sources, says what the run will be, trains ``gpt_tiny``, stops, resumes, draws the loss curve and
+Prepares the Python standard library's sources, times a few steps, says what the run will be, trains ``gpt_tiny``, stops, resumes, draws the loss curve and
 completes a prompt.
 """
 
@@ -53,16 +53,17 @@ def run_demo(workdir: Path, *, seconds: float = 110.0, stdlib: Path | None = Non
         common = [f"data.prefix={prefix}", f"checkpoint.dir={runs}", "checkpoint.keep=2"]
 
         head("2. what the run will be")
-        dry_run_report(load_checked("gpt_tiny", common, dry_run=True), print)
-
-        head("3. train")
         steps = _affordable_steps(workdir, common, seconds)
         first = int(steps * _FIRST_SHARE)
-        schedule = [f"schedule.decay_steps={steps}", f"schedule.warmup_steps={min(20, steps // 4)}", f"checkpoint.every_steps={max(10, first // 2)}"]
-        status = run(load_recipe("gpt_tiny", [*common, *schedule, f"train.steps={first}"]))
+        common += [f"schedule.decay_steps={steps}", f"schedule.warmup_steps={min(20, steps // 4)}", f"checkpoint.every_steps={max(10, first // 2)}"]
+        whole = [*common, f"train.steps={steps}", "logging.tensorboard=true"]
+        dry_run_report(load_checked("gpt_tiny", whole, dry_run=True), print)
 
-        head("4. resume")
-        status = status or run(load_recipe("gpt_tiny", [*common, *schedule, f"train.steps={steps}", "logging.tensorboard=true"]))
+        head(f"3. train as far as step {first} of {steps}")
+        status = run(load_recipe("gpt_tiny", [*common, f"train.steps={first}"]))
+
+        head(f"4. resume and train to step {steps}")
+        status = status or run(load_recipe("gpt_tiny", whole))
         if status != EXIT_OK:
             return status
 

@@ -183,16 +183,11 @@ def _check_megatron(recipe: Recipe) -> str:
 
 def _plan_report(checked: Checked, planned: RecipePlan | PlanError, out: Callable[[str], None]) -> None:
     """What the layers run on; raises why they cannot be planned where that is given."""
-    recipe, pins = checked.recipe, checked.pins
+    recipe = checked.recipe
     if recipe.plan.layers != "layerplan":
         where = " on Transformer Engine" if recipe.plan.layers == "transformer_engine" else ""
         out(f"plan        none: plan.layers={recipe.plan.layers} runs Megatron's own layers{where}")
         return
-    arch = _arch(recipe)
-    if pins is not None:
-        out(f"plan file   {recipe.plan.file}: {len(pins.of_arch(arch.name))} pins for {arch.name}; it holds pins for {pins.written_for()}")
-    if checked.records.of_arch(arch.name):
-        out(f"records     {checked.records.source}: measured on {', '.join(checked.records.gpus())}")
     if isinstance(planned, Exception):
         raise planned
     out(str(planned))

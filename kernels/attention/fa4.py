@@ -106,7 +106,8 @@ def _sm90_wrong_gradient(region: Region, d: int) -> str | None:
     """Faults of the package's own kernels: why its gradient of q would be wrong."""
     if d <= 128 and _up(d, 16) != _up(d, 32):
         # the main kernel lays its sums of dq out in rows of 16 n elements, the kernels around it in rows of 32 n
-        return f"backward with head dim {d}: its kernels disagree about the layout of dq on sm_90, where they pad to {_up(d, 16)} and to {_up(d, 32)}"
+        pads = f"they pad to {_up(d, 16)} and to {_up(d, 32)}"
+        return f"backward with head dim {d}: its kernels disagree about the layout of dq on sm_90, where {pads}"
     causal, left, right = _span(region.node.attributes)
     if 96 < d <= 128 and not causal and left is None and right is None:
         return f"backward without a mask or window at head dim {d}: its gradient of q is wrong on sm_90"
@@ -221,6 +222,13 @@ class Fa4Attention(Engine):
 
     id = "attention/fa4"
     deterministic = False
+
+    def ahead_variables(self, ctx: BuildContext, folder: str) -> dict[str, str] | None:
+        cache = f"{folder}/flash_attn_4/{ctx.arch.name}"
+        return {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": cache}
+
+    def compile_ahead(self, ctx: BuildContext) -> None:
+        self.build(ctx)  # on fake tensors: nothing of it needs a device
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
         backward = region.node.op == "sdpa_bwd"

@@ -7,9 +7,11 @@ from ...integration.graph.ops.table import op_table
 
 
 def reference_launch(region: Region):
-    """A function over the region's inputs that evaluates its nodes with their references."""
+    """A function over the region's inputs that evaluates its nodes with their references, as far as anything is read."""
     table, graph = op_table(), region.graph
-    steps = [(table[n.op].reference, n.inputs, n.attributes, n.outputs, tuple(p for p, _ in n.outputs)) for n in graph.nodes]
+    read = {v for n in graph.nodes for _, v in n.inputs} | set(graph.outputs)
+    made = [tuple((p, v) for p, v in n.outputs if v in read) for n in graph.nodes]
+    steps = [(table[n.op].reference, n.inputs, n.attributes, outs, tuple(p for p, _ in outs)) for n, outs in zip(graph.nodes, made, strict=True)]
     inputs, outputs = graph.inputs, graph.outputs
 
     def launch(*tensors):

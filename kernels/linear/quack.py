@@ -4,15 +4,16 @@ accumulation."""
 from __future__ import annotations
 
 from ...integration.engines.arch import Arch
-from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
+from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Offer, Region
 from ...integration.graph.ir import Graph, Node
-from ..common.quack import cute_dtype, rows, vector
+from ..common.quack import QuackEngine, cute_dtype
+from ..common.rows import rows, vector
 
 STEP = 8  # TMA wants rows of a multiple of 16 bytes
 _BIAS_STEP = 4
 
 
-class QuackLinear(Engine):
+class QuackLinear(QuackEngine):
     id = "linear/quack"
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:

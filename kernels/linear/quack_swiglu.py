@@ -13,12 +13,13 @@ import os
 import torch
 
 from ...integration.engines.arch import Arch
-from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
-from ..common.quack import fresh, rows
+from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Offer, Region
+from ..common.quack import QuackEngine
+from ..common.rows import fresh, rows
 from .quack import STEP, product_reason
 
 
-class QuackLinearSwiglu(Engine):
+class QuackLinearSwiglu(QuackEngine):
     id = "linear_swiglu/quack"
     patterns = (("linear", "swiglu"), ("linear_dgrad", "swiglu_bwd"))
 
@@ -34,10 +35,8 @@ class QuackLinearSwiglu(Engine):
             )
         product, gate = region.nodes
         made = product.outputs[0][1]
-        weight, dtypes = (
-            region.graph.specs[product.input("weight")],
-            {region.graph.specs[v].dtype for v in region.graph.inputs},
-        )
+        weight = region.graph.specs[product.input("weight")]
+        dtypes = {region.graph.specs[v].dtype for v in region.graph.inputs}
         reason = product_reason(region.graph, product)
         if reason is not None:
             return Decline(reason)
@@ -60,19 +59,16 @@ class QuackLinearSwiglu(Engine):
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
         product, gate = ctx.region.nodes
-        graph = ctx.region.graph
+        graph, weight = ctx.region.graph, product.input("weight")
         if product.op == "linear":
-            launch, values = (
-                _forward(graph.specs[product.input("weight")], ctx.arch),
-                (product.input("x"), product.input("weight")),
-            )
+            launch = _forward(graph.specs[weight], ctx.arch)
+            values = product.input("x"), weight
         else:
-            launch = _backward(graph.specs[product.input("weight")], ctx.arch)
-            values = product.input("dy"), product.input("weight"), gate.input("x")
+            launch = _backward(graph.specs[weight], ctx.arch)
+            values = product.input("dy"), weight, gate.input("x")
         at = [graph.inputs.index(v) for v in values]
-        return CompiledRegion(
-            launch if at == list(range(len(graph.inputs))) else lambda *t: launch(*(t[i] for i in at))
-        )
+        in_place = at == list(range(len(graph.inputs)))
+        return CompiledRegion(launch if in_place else lambda *t: launch(*(t[i] for i in at)))
 
 
 @functools.cache
@@ -98,15 +94,8 @@ def _backward_epilogue():
     return layerplan_dswiglu
 
 
-def _compile(
-    epilogue,
-    arch: Arch,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    tensors: dict[str, torch.Tensor],
-    b_kn: bool,
-    concat: tuple[str, ...],
-):
+def _compile(epilogue, arch: Arch, a: torch.Tensor, b: torch.Tensor, tensors: dict[str, torch.Tensor], b_kn: bool,
+             concat: tuple[str, ...]):  # fmt: skip
     """``launch(a, b, **tensors)``; the examples give dtypes, ranks and contiguous dims, every size is symbolic."""
     from quack.gemm_config import _default_config_for_cap
 
@@ -157,22 +146,15 @@ def _forward(weight, arch: Arch):
 def _backward(weight, arch: Arch):
     n, half = weight.shape
     a, b, tile = _examples(weight.dtype, (16, 128), (128, 64), (16, 64))
-    product = _compile(
-        _backward_epilogue(), arch, a, b, dict.fromkeys(("gate", "up", "dgate", "dup"), tile), b_kn=True, concat=()
-    )
+    tiles = dict.fromkeys(("gate", "up", "dgate", "dup"), tile)
+    product = _compile(_backward_epilogue(), arch, a, b, tiles, b_kn=True, concat=())
 
     def launch(dy, weight, gate_up):
         dx = fresh(gate_up)
         if dx.numel():
             source, target = rows(gate_up, 2 * half, STEP), dx.view(-1, 2 * half)
-            product(
-                rows(dy, n, STEP),
-                rows(weight, half, STEP),
-                gate=source[:, :half],
-                up=source[:, half:],
-                dgate=target[:, :half],
-                dup=target[:, half:],
-            )
+            product(rows(dy, n, STEP), rows(weight, half, STEP), gate=source[:, :half], up=source[:, half:],
+                    dgate=target[:, :half], dup=target[:, half:])  # fmt: skip
         return dx
 
     return launch

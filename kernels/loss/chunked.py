@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ...integration.engines.arch import Arch
-from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
+from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Kernel, Offer, Region
 from ...integration.engines.manifest import BY_ID, CHUNK_BYTES, MANIFEST, Entry
 from ...integration.graph.ir import ITEMSIZE, Dim, GraphBuilder, TensorSpec
 from ...integration.graph.ops.table import as_rows, size_product
@@ -30,21 +30,20 @@ class ChunkedLinearCrossEntropy(Engine):
     entropy."""
 
     id = "loss/chunked"
+    not_ahead = "cuBLAS holds compiled products, and the engine of its cross entropy compiles at its first launch"
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
-        answers = {
-            e.id: _ask(e, region, self._chunk(region), arch)
-            for e in MANIFEST
-            if "cross_entropy" in e.ops and not e.trial
-        }
+        chunk = self._chunk(region)
+        entries = [e for e in MANIFEST if "cross_entropy" in e.ops and not e.trial]
         if not arch.is_gpu:
-            answers["reference/eager"] = _ask(BY_ID["reference/eager"], region, self._chunk(region), arch)
+            entries.append(BY_ID["reference/eager"])
+        answers = {e.id: _ask(e, region, chunk, arch) for e in entries}
         offers = {name: a for name, a in answers.items() if isinstance(a, Offer)}
         if not offers:
             return Decline("; ".join(f"{name} for the logits of a chunk: {a.reason}" for name, a in answers.items()))
-        part = _part(region, self._chunk(region))
+        part = _part(region, chunk)
         best = min(offers, key=lambda name: part.predicted_seconds(offers[name], arch))
-        return self.offer_with(region, arch, (("chunk", self._chunk(region)), ("loss", best)))
+        return self.offer_with(region, arch, (("chunk", chunk), ("loss", best)))
 
     def offer_with(self, region: Region, arch: Arch, knobs: tuple) -> Offer | Decline:
         given = dict(knobs)
@@ -61,11 +60,11 @@ class ChunkedLinearCrossEntropy(Engine):
             return Decline(f"{loss} for the logits of a chunk: {inner.reason}")
         backward = region.node.op == "linear_cross_entropy_bwd"
         rows, classes = size_product(region.spec("targets").shape), size_product(region.spec("weight").shape[:1])
-        width = region.spec("x").dtype
+        itemsize = ITEMSIZE[region.spec("x").dtype]
         parts = -(-rows // chunk)
-        workspace = min(rows, chunk) * classes * ITEMSIZE[width] * (2 if backward else 1)
+        workspace = min(rows, chunk) * classes * itemsize * (2 if backward else 1)
         if backward and parts > 1 and "dweight" in region.wanted and region.spec("accumulate") is None:
-            workspace += region.spec("weight").numel() * max(4, ITEMSIZE[width])
+            workspace += region.spec("weight").numel() * max(4, itemsize)
         return dataclasses.replace(
             inner,
             efficiency=0.6 if arch.is_gpu else 0.5,
@@ -79,16 +78,33 @@ class ChunkedLinearCrossEntropy(Engine):
     @staticmethod
     def _chunk(region: Region) -> int:
         """The largest power of two of tokens whose logits take at most ``CHUNK_BYTES``, but not more than there are."""
-        rows, row = (
-            size_product(region.spec("targets").shape),
-            size_product(region.spec("weight").shape[:1]) * ITEMSIZE[region.spec("x").dtype],
-        )
+        rows = size_product(region.spec("targets").shape)
+        row = size_product(region.spec("weight").shape[:1]) * ITEMSIZE[region.spec("x").dtype]
         fits = 1 << max((CHUNK_BYTES // max(row, 1)).bit_length() - 1, 0)
         return max(min(max(min(fits, _MOST), _LEAST), rows), _LEAST_PINNED)
 
+    def kernels(self, region: Region, arch: Arch, offer: Offer) -> tuple[Kernel, ...]:
+        engine, part = self._loss(BuildContext(region, arch, offer))
+        return engine.kernels(part.region, arch, part.offer)
+
+    def ahead_variables(self, ctx: BuildContext, folder: str) -> dict[str, str] | None:
+        engine, part = self._loss(ctx)
+        return engine.ahead_variables(part, folder)
+
+    def compile_ahead(self, ctx: BuildContext) -> None:
+        engine, part = self._loss(ctx)
+        engine.compile_ahead(part)
+
+    @staticmethod
+    def _loss(ctx: BuildContext) -> tuple[Engine, BuildContext]:
+        """The engine for the cross entropy of a chunk, and what it builds."""
+        knobs = dict(ctx.offer.knobs)
+        engine, part = BY_ID[knobs["loss"]].load(), _part(ctx.region, knobs["chunk"])
+        return engine, BuildContext(part, ctx.arch, engine.match(part, ctx.arch), ctx.compile)
+
     def build(self, ctx: BuildContext) -> CompiledRegion:
         region, knobs = ctx.region, dict(ctx.offer.knobs)
-        kernel = _kernel(_part(region, knobs["chunk"]), knobs["loss"], ctx.arch)
+        kernel = _kernel(*self._loss(ctx))
         make = _backward if region.node.op == "linear_cross_entropy_bwd" else _forward
         return CompiledRegion(region.by_port(make(region, knobs["chunk"], kernel, ctx.arch)))
 
@@ -96,13 +112,12 @@ class ChunkedLinearCrossEntropy(Engine):
 _kernels: dict[tuple[str, str, str], Callable] = {}
 
 
-def _kernel(part: Region, loss: str, arch: Arch) -> Callable:
+def _kernel(engine: Engine, part: BuildContext) -> Callable:
     """The launch function of an engine for a chunk; built once for the regions that share it, in training and in
     evaluation, and with and without accumulation."""
-    key = (part.key(), loss, arch.name)
+    key = (part.region.key(), engine.id, part.arch.name)
     if key not in _kernels:
-        engine = BY_ID[loss].load()
-        _kernels[key] = engine.build(BuildContext(part, arch, engine.match(part, arch))).launch
+        _kernels[key] = engine.build(part).launch
     return _kernels[key]
 
 
@@ -198,10 +213,7 @@ def _add_product(total: torch.Tensor, dlogits: torch.Tensor, x: torch.Tensor, ar
     are."""
     if total.dtype == x.dtype:
         total.addmm_(dlogits.t(), x)
-    elif arch.is_gpu and x.dtype in (
-        torch.bfloat16,
-        torch.float16,
-    ):  # cuBLAS adds in its epilogue; the CPU has no such product
+    elif arch.is_gpu and x.dtype.itemsize == 2:  # cuBLAS adds in its epilogue; the CPU has no such product
         torch.ops.aten.addmm.dtype_out(total, dlogits.t(), x, torch.float32, out=total)
     else:
         wide = torch.promote_types(total.dtype, x.dtype)

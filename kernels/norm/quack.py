@@ -8,23 +8,15 @@ from __future__ import annotations
 import torch
 
 from ...integration.engines.arch import Arch
-from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
+from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Offer, Region
 from ...integration.graph.ir import ITEMSIZE
-from ..common.quack import (
-    cute_dtype,
-    dtype_reason,
-    fresh,
-    rows,
-    spreads_rows,
-    step_of,
-    vector,
-    width_reason,
-)
+from ..common.quack import QuackEngine, cute_dtype, spreads_rows, width_reason
+from ..common.rows import dtype_reason, fresh, rows, step_of, vector
 
 _TENSORS = ("x", "dy", "weight", "bias", "residual", "dresidual", "dbias")
 
 
-class QuackNorm(Engine):
+class QuackNorm(QuackEngine):
     id = "norm/quack"
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:

@@ -24,13 +24,16 @@ _GRADS_OVER_ROWS = ("dweight", "dbias")
 class InductorPointwise(Engine):
     id = "pointwise/inductor"
     fuses = True
+    not_ahead = "Inductor generates its kernels on the GPU, at the first launch of a region"
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
         if all(op_table()[op].kind in ("layout", "reduction") for op in region.ops):
             return Decline("views, copies and sums alone: fused into the arithmetic beside them, or left to torch")
         for node in region.nodes:
             if "norm" in node.op and region.graph.specs[node.input("x")].shape[-1] == 1:
-                return Decline("rows of one element: contracted multiply-adds leave a residue that 1 / sqrt(eps) enlarges")
+                return Decline(
+                    "rows of one element: contracted multiply-adds leave a residue that 1 / sqrt(eps) enlarges"
+                )
             if any(p in ("seed", "offset") for p, _ in node.inputs) and not arch.is_gpu:
                 return Decline("dropout on a CPU: integer hashing compiles slowly and runs no faster there")
             if any(p in _GRADS_OVER_ROWS for p, _ in node.outputs) and arch.is_gpu and len(region.nodes) > 1:
@@ -83,7 +86,8 @@ class _Assembled:
 
         whole = torch.empty(sizes(self.shape), dtype=self.dtype, device=inputs[0].device)
         strides = whole.stride()
-        parts = [whole.as_strided(sizes(shape), strides, sum(strides[dim] * start for dim, start in starts)) for shape, starts in self.parts]
+        parts = [whole.as_strided(sizes(shape), strides, sum(strides[dim] * start for dim, start in starts))
+                 for shape, starts in self.parts]  # fmt: skip
         return whole.view(sizes(self.final)), parts
 
 
@@ -111,7 +115,8 @@ def compile_region(region: Region, device: str):
     fakes = []
     for value in region.graph.inputs:
         spec = region.graph.specs[value]
-        kinds = [DimDynamic.DYNAMIC if isinstance(d, Dim) and sizes[d.name] > 1 else DimDynamic.STATIC for d in spec.shape]
+        varies = [isinstance(d, Dim) and sizes[d.name] > 1 for d in spec.shape]
+        kinds = [DimDynamic.DYNAMIC if v else DimDynamic.STATIC for v in varies]
         shape = [sizes[d.name] if isinstance(d, Dim) else d for d in spec.shape]
         meta = torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
         context = StatelessSymbolicContext(dynamic_sizes=kinds)
@@ -136,7 +141,8 @@ def compile_region(region: Region, device: str):
 
 
 def _assembling(run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], assembled: list[_Assembled]):
-    """``run`` takes the inputs and the parts of the assembled outputs, which it fills, and returns the other outputs."""
+    """``run`` takes the inputs and the parts of the assembled outputs, which it fills, and returns the other
+    outputs."""
 
     def whole(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         made = [a.allocate(tensors) for a in assembled]
@@ -149,15 +155,16 @@ def _assembling(run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], ass
 
 
 def _take_apart(traced: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> list[_Assembled]:
-    """Take concatenations out of the outputs of a traced graph: it returns the other outputs, then their parts, which are
-    in the output's dtype."""
+    """Take concatenations out of the outputs of a traced graph: it returns the other outputs, then their parts, which
+    are in the output's dtype."""
     output = traced.graph.output_node()
     rest, parts, found = [], [], []
     with traced.graph.inserting_before(output):
         for position, node in enumerate(output.args[0]):
             inner, dtypes = _peel(node, views=True)
             pieces = _parts(traced.graph, inner, dtypes)
-            shapes = [_sizes_of(n.meta["val"], inputs) for n in (inner, node)] + [_sizes_of(value.meta["val"], inputs) for value, _, _ in pieces]
+            sized = (inner, node, *(value for value, _, _ in pieces))
+            shapes = [_sizes_of(n.meta["val"], inputs) for n in sized]
             if len(pieces) < 2 or None in shapes:
                 rest.append(node)
                 continue
@@ -177,8 +184,8 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def _peel(node: torch.fx.Node, views: bool = False) -> tuple[torch.fx.Node, list[torch.dtype]]:
-    """What a value is before conversions, copies and (where asked) views that nobody else reads, and the dtypes that it is
-    converted to, the last one first."""
+    """What a value is before conversions, copies and (where asked) views that nobody else reads, and the dtypes that it
+    is converted to, the last one first."""
     aten, dtypes = torch.ops.aten, []
     passed = (_CONVERT, aten.clone.default, *((aten.view.default,) if views else ()))
     while len(node.users) == 1:
@@ -200,9 +207,9 @@ def _pieces(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def _parts(graph: torch.fx.Graph, node: torch.fx.Node, dtypes: list[torch.dtype]) -> list[tuple]:
-    """(value, dtypes that it is still converted to, dims and starts) of the parts of a concatenation whose sizes along its
-    dim are numbers, however deep; of any other value itself alone. A view between two concatenations may split dims in
-    front of the inner one's."""
+    """(value, dtypes that it is still converted to, dims and starts) of the parts of a concatenation whose sizes along
+    its dim are numbers, however deep; of any other value itself alone. A view between two concatenations may split dims
+    in front of the inner one's."""
     inner, more = _peel(node)
     view = inner if inner.target is torch.ops.aten.view.default and len(inner.users) == 1 else None
     if view is not None:
@@ -223,14 +230,16 @@ def _parts(graph: torch.fx.Graph, node: torch.fx.Node, dtypes: list[torch.dtype]
             shape = [*view.args[1][:-1], width]
             piece = graph.call_function(torch.ops.aten.view.default, (piece, shape))
             piece.meta["val"] = value.view([*outer[:-1], width])
-        found += [(value, kinds, ((at, start), *starts)) for value, kinds, starts in _parts(graph, piece, [*dtypes, *more])]
+        found += [(value, kinds, ((at, start), *starts))
+                  for value, kinds, starts in _parts(graph, piece, [*dtypes, *more])]  # fmt: skip
         start += width
     return found
 
 
 def _sizes_of(tensor: torch.Tensor, inputs: list[torch.Tensor]) -> tuple[Size, ...] | None:
     """Each size as a number or as (input, axis) of the same symbol; None where a size is neither, as a sum of two."""
-    where = {s.node.expr: (i, axis) for i, t in reversed(list(enumerate(inputs))) for axis, s in enumerate(t.shape) if not isinstance(s, int)}
+    where = {s.node.expr: (i, axis) for i, t in reversed(list(enumerate(inputs)))
+             for axis, s in enumerate(t.shape) if not isinstance(s, int)}  # fmt: skip
     sizes = tuple(s if isinstance(s, int) else where.get(s.node.expr) for s in tensor.shape)
     return None if None in sizes else sizes
 

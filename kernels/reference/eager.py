@@ -10,6 +10,7 @@ from ..common.evaluate import reference_launch
 
 class Reference(Engine):
     id = "reference/eager"
+    not_ahead = "plain PyTorch, whose kernels are compiled"
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
         op = op_table()[region.node.op]

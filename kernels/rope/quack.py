@@ -6,15 +6,16 @@ from __future__ import annotations
 import torch
 
 from ...integration.engines.arch import Arch
-from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
+from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Offer, Region
 from ...integration.graph.ir import Dim
-from ..common.quack import cute_dtype, dtype_reason, fresh, step_of
+from ..common.quack import QuackEngine, cute_dtype
+from ..common.rows import dtype_reason, fresh, step_of
 
 _LONGEST = 131072  # tokens of a sequence: a block turns 4 or more of them, and a grid has 65535 blocks along this axis
 _BATCHES = 65535  # and as many along the batch
 
 
-class QuackRope(Engine):
+class QuackRope(QuackEngine):
     id = "rope/quack"
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
@@ -44,7 +45,9 @@ class QuackRope(Engine):
         # H200: 3.99 of 4.8 TB/s where all channels turn; a copy of the others reads and writes strided rows
         whole = 2 * half == head
         return Offer(
-            efficiency=(0.83 if arch.name == "sm_90" else 0.75) * (1 if whole else 0.8), launches=1 if whole else 2, host_us=30
+            efficiency=(0.83 if arch.name == "sm_90" else 0.75) * (1 if whole else 0.8),
+            launches=1 if whole else 2,
+            host_us=30,
         )
 
     def build(self, ctx: BuildContext) -> CompiledRegion:

@@ -1,6 +1,7 @@
 """A two-layer block of Llama-3-8B's dims, bf16, sequence 8192: our layers beside Transformer Engine's, in one run.
 
-    python tests/bench/block.py [--impl layerplan,layerplan+residual,te] [--trial ENGINE ...] [--pins FILE] [--out FILE] [--profile]
+    python tests/bench/block.py [--impl layerplan,layerplan+residual,te] [--trial ENGINE ...] [--pins FILE]
+                                [--out FILE] [--profile]
 
 Both are Megatron's TransformerBlock; Transformer Engine runs with rope fusion, as fast as Megatron has it. Steps take
 turns, so that clocks and temperature are shared. A step is forward and backward with gradients dropped afterwards.
@@ -28,9 +29,10 @@ def config(**over):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
-        num_layers=LAYERS, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, normalization="RMSNorm",
-        add_bias_linear=False, gated_linear_unit=True, activation_func=torch.nn.functional.silu, hidden_dropout=0.0,
-        attention_dropout=0.0, gradient_accumulation_fusion=False, perform_initialization=True, **LLAMA8B, **over,
+        num_layers=LAYERS, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+        normalization="RMSNorm", add_bias_linear=False, gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0,
+        gradient_accumulation_fusion=False, perform_initialization=True, **LLAMA8B, **over,
     )  # fmt: skip
 
 
@@ -40,7 +42,8 @@ def te_block():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    c = config(apply_rope_fusion=True, bias_dropout_fusion=True, bias_activation_fusion=True, masked_softmax_fusion=True)
+    c = config(apply_rope_fusion=True, bias_dropout_fusion=True, bias_activation_fusion=True,
+               masked_softmax_fusion=True)  # fmt: skip
     return TransformerBlock(c, get_gpt_layer_with_transformer_engine_spec(), pre_process=True, post_process=False)
 
 
@@ -89,18 +92,23 @@ def same_weights(made: dict[str, SimpleNamespace]) -> None:
 
 
 def apart(made: dict[str, SimpleNamespace], x, grad) -> dict[str, dict[str, float]]:
-    """How far each one's output, input gradient and weight gradients are from the first one's, as a share of their L2 norm:
-    an implementation that computes something else is not one to be measured against."""
+    """How far each one's output, input gradient and weight gradients are from the first one's, as a share of their L2
+    norm: an implementation that computes something else is not one to be measured against."""
     results = {}
     for name, m in made.items():
         y = m.forward()
         y.backward(grad)
-        results[name] = {"y": y.detach(), "dx": x.grad, "dw": torch.cat([p.grad.reshape(-1) for _, p in sorted(m.block.named_parameters())])}
+        grads = [p.grad.reshape(-1) for _, p in sorted(m.block.named_parameters())]
+        results[name] = {"y": y.detach(), "dx": x.grad, "dw": torch.cat(grads)}
         x.grad = None
         for p in m.block.parameters():
             p.grad = None
     first = next(iter(results.values()))
-    return {n: {k: round(float((r[k].float() - t.float()).norm() / t.float().norm()), 5) for k, t in first.items()} for n, r in results.items()}
+
+    def share(a: torch.Tensor, b: torch.Tensor) -> float:
+        return round(float((a.float() - b.float()).norm() / b.float().norm()), 5)
+
+    return {n: {k: share(r[k], t) for k, t in first.items()} for n, r in results.items()}
 
 
 def milliseconds(f) -> float:
@@ -112,8 +120,8 @@ def milliseconds(f) -> float:
     return a.elapsed_time(b)
 
 
-def kernels(step, n: int = 4) -> tuple[list[dict], float, float]:
-    """(time per kernel name and step, busy ms a step, wall ms a step) from the profiler."""
+def kernels(step, n: int = 4) -> tuple[dict[str, float], list[dict]]:
+    """(figures of a step for its row, time per kernel name and step, the longest first) from the profiler."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -131,7 +139,17 @@ def kernels(step, n: int = 4) -> tuple[list[dict], float, float]:
     for e in events:
         rows.setdefault(e.name, []).append(e.time_range.elapsed_us())
     table = [{"kernel": k[:120], "calls": len(v) / n, "ms": round(sum(v) / n / 1e3, 4)} for k, v in rows.items()]
-    return sorted(table, key=lambda r: -r["ms"]), busy / n / 1e3, (spans[-1][1] - spans[0][0]) / n / 1e3
+    wall = spans[-1][1] - spans[0][0]
+    row = {"busy_ms": round(busy / n / 1e3, 3), "idle_share": round(1 - busy / wall, 4),
+           "kernels_a_step": sum(r["calls"] for r in table)}  # fmt: skip
+    return row, sorted(table, key=lambda r: -r["ms"])
+
+
+def show(row: dict) -> None:
+    """Print a row as JSON, its kernels as a table."""
+    print(json.dumps({k: v for k, v in row.items() if k != "kernels"}), flush=True)
+    for k in row.get("kernels", ()):
+        print(f"  {k['ms']:8.3f} ms {k['calls']:6.1f}  {k['kernel']}")
 
 
 def lift(engines: list[str]) -> None:
@@ -142,10 +160,12 @@ def lift(engines: list[str]) -> None:
         object.__setattr__(BY_ID[e], "trial", False)
 
 
-def parallel_state() -> None:
+def one_rank() -> None:
+    """Megatron's parallel state for this process alone."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     torch.cuda.set_device(0)
-    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda:0"))
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -163,7 +183,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     lift(a.trial)
-    parallel_state()
+    one_rank()
     x = torch.randn(SEQUENCE, BATCH, LLAMA8B["hidden_size"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn_like(x)
     made, rows = {}, {}
@@ -177,7 +197,8 @@ def main() -> None:
         torch.cuda.reset_peak_memory_stats()
         made[name].step()
         torch.cuda.synchronize()
-        rows[name] = {"impl": name, "peak_gib": round((torch.cuda.max_memory_allocated() - before + x.nbytes + grad.nbytes) / 2**30, 3)}
+        peak = torch.cuda.max_memory_allocated() - before + x.nbytes + grad.nbytes
+        rows[name] = {"impl": name, "peak_gib": round(peak / 2**30, 3)}
     same_weights(made)
     for name, far in apart(made, x, grad).items():
         rows[name]["apart"] = far
@@ -193,22 +214,22 @@ def main() -> None:
         low, middle, high = statistics.quantiles(m.step_ms, n=4)
         rows[name] |= {"step_ms": round(middle, 3), "step_quartiles": [round(low, 3), round(high, 3)],
                        "forward_ms": round(statistics.median(m.forward_ms), 3)}  # fmt: skip
-        table, busy, wall = kernels(m.step)
-        rows[name] |= {"busy_ms": round(busy, 3), "idle_share": round(1 - busy / wall, 4), "kernels_a_step": sum(r["calls"] for r in table)}
+        figures, table = kernels(m.step)
+        rows[name] |= figures
         if a.profile:
             rows[name]["kernels"] = table[:40]
     for r in rows.values() if "te" in rows else ():
         r["ratio_to_te"] = round(r["step_ms"] / rows["te"]["step_ms"], 4)
     for r in rows.values():
-        print(json.dumps({k: v for k, v in r.items() if k != "kernels"}), flush=True)
-        for k in r.get("kernels", ()):
-            print(f"  {k['ms']:8.3f} ms {k['calls']:6.1f}  {k['kernel']}")
-    for name in [n for n in made if n != "te"][:1]:
+        show(r)
+    ours = next((n for n in made if n != "te"), None)
+    if ours is not None:
         import layerplan
 
-        print(layerplan.report(made[name].block))
+        print(layerplan.report(made[ours].block))
     if a.out:
-        record = {"what": "two-layer block, Llama-3-8B dims, bf16, 8192 x 1", "pins": a.pins, "trial": a.trial, **environment()}
+        record = {"what": "two-layer block, Llama-3-8B dims, bf16, 8192 x 1", "pins": a.pins, "trial": a.trial}
+        record |= environment()
         a.out.write_text(json.dumps({**record, "rows": list(rows.values())}, indent=1) + "\n")
 
 

@@ -4,9 +4,9 @@
     layerplan pretrain gpt_125m data.prefix=P train.steps=500 logging.dir=runs/te plan.layers=transformer_engine
     python tests/bench/curves.py runs/ours runs/te --out curves.png [--names layerplan,te] [--record FILE]
 
-A run is a folder with a metrics file, or that file. Per run a JSON line: median tokens/s, mean loss of the last steps, and the largest
-distance of its moving average from the first run's over the steps that both have, and the step at which it is reached. The first steps
-of both smoothing and training are part of it.
+A run is a folder with a metrics file, or that file. Per run a JSON line: median tokens/s, mean loss of the last steps,
+and the largest distance of its moving average from the first run's over the steps that both have, and the step at which
+it is reached. The first steps of both smoothing and training are part of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ LAST = 20
 def metrics_of(run: Path) -> Path:
     path = run / FILE if run.is_dir() else run
     if not path.is_file() or not loss_rows(path):
-        raise SystemExit(f"curves.py: {run}: must be a folder with {FILE}, or such a file, with at least one step in it; set logging.dir=FOLDER for the run")
+        raise SystemExit(
+            f"curves.py: {run}: must be a folder with {FILE}, or such a file, with at least one step in it; set "
+            "logging.dir=FOLDER for the run"
+        )
     return path
 
 
@@ -37,7 +40,8 @@ def compare(files: dict[str, Path]) -> list[dict]:
     for name, path in files.items():
         found = loss_rows(path)
         averages[name] = dict(zip((r["step"] for r in found), smoothed([r["loss"] for r in found]), strict=True))
-        row = {"run": name, "steps": found[-1]["step"], "tokens_per_s": round(statistics.median(r["tokens_per_s"] for r in found), 1),
+        row = {"run": name, "steps": found[-1]["step"],
+               "tokens_per_s": round(statistics.median(r["tokens_per_s"] for r in found), 1),
                "first_loss": found[0]["loss"], "last_loss": statistics.mean(r["loss"] for r in found[-LAST:]),
                "peak_gib": round(max(r["memory_bytes"] for r in found) / 2**30, 3)}  # fmt: skip
         first = next(iter(averages.values()))
@@ -67,7 +71,8 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     print(plot_runs(files, a.out, title=a.title))
     if a.record:
-        a.record.write_text(json.dumps({"what": f"loss curves: {a.title or ' and '.join(names)}", **environment(), "rows": rows}, indent=1) + "\n")
+        record = {"what": f"loss curves: {a.title or ' and '.join(names)}", **environment(), "rows": rows}
+        a.record.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

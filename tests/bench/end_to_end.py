@@ -1,23 +1,28 @@
-"""Training steps of eight layers of Llama-3-8B's dims, end to end: layerplan's model beside Megatron's on Transformer Engine.
+"""Training steps of eight layers of Llama-3-8B's dims: layerplan's model beside Megatron's on Transformer Engine.
 
-    python tests/bench/end_to_end.py [--impl layerplan,te,te+te_loss] [--tp 2 --sp | --dp 2] [--set model.num_layers=4 ...]
-                                     [--rounds 2] [--steps 8] [--limit SECONDS] [--profile] [--out FILE]
+    python tests/bench/end_to_end.py [--impl layerplan,te,te+te_loss] [--tp 2 --sp | --dp 2]
+                                     [--set model.num_layers=4 ...] [--rounds 2] [--steps 8] [--limit SECONDS]
+                                     [--profile] [--out FILE]
     python tests/bench/end_to_end.py --device cpu --tiny --impl layerplan,local     # the script itself, without a GPU
 
-A step: four micro-batches of one sequence on each data-parallel rank through Megatron's schedule, its DDP with float32 gradients and
-gradient_accumulation_fusion, its distributed Adam, cross entropy over the whole vocabulary. Implementations, each a recipe of the trainer's:
+A step: four micro-batches of one sequence on each data-parallel rank through Megatron's schedule, its DDP with float32
+gradients and gradient_accumulation_fusion, its distributed Adam, cross entropy over the whole vocabulary.
+Implementations, each a recipe of the trainer's:
 
   layerplan   plus ``+chunked`` (output layer and loss in one plan), ``+residual`` (plan.fuse_residual), ``+beside_te``
-  te          plan.layers=transformer_engine: rope, SwiGLU and loss fused, TE's Adam; ``+te_loss``: TE's cross entropy in place of Megatron's
+  te          plan.layers=transformer_engine: rope, SwiGLU and loss fused, TE's Adam; ``+te_loss``: TE's cross entropy
+              in place of Megatron's
   local       Megatron's layers in plain PyTorch
 
-Two such models do not fit one GPU, so each runs in processes of its own, and these take turns (A B A B). What layerplan runs on cannot see
-Transformer Engine, as on a machine that has only layerplan; ``+beside_te`` leaves it importable, and Megatron then takes its Adam. All start
-from one seed and see the same sequences in every step, so losses fall and can be compared. A child that passes --limit is ended. With
-``--tp`` or ``--dp`` each child is one process a rank, started with what torchrun would set.
+Two such models do not fit one GPU, so each runs in processes of its own, and these take turns (A B A B). What layerplan
+runs on cannot see Transformer Engine, as on a machine that has only layerplan; ``+beside_te`` leaves it importable, and
+Megatron then takes its Adam. All start from one seed and see the same sequences in every step, so losses fall and can
+be compared. A child that passes --limit is ended. With ``--tp`` or ``--dp`` each child is one process a rank, started
+with what torchrun would set.
 
-Per implementation a JSON row: step time (median over all rounds, of the slowest rank), tokens/s, MFU, peak memory of a step beside the dry run's
-estimate, losses and gradient norms from the first step on, the share of a step in which no kernel runs.
+Per implementation a JSON row: step time (median over all rounds, of the slowest rank), tokens/s, MFU, peak memory of a
+step beside the dry run's estimate, losses and gradient norms from the first step on, the share of a step in which no
+kernel runs.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from block import kernels, lift
+from block import kernels, lift, show
 from host_cost import environment
 
 from layerplan.integration.engines.packages import installed_version
@@ -55,8 +60,8 @@ MODIFIERS = {
 }
 PACKAGES = ("megatron-core", "transformer-engine", "quack-kernels", "flash-attn-4", "triton")
 LAYERS = {"layerplan": "layerplan", "te": "transformer_engine", "local": "megatron_local"}
-TINY = ["model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=160", "model.num_attention_heads=4", "model.num_query_groups=2",
-        "model.vocab_size=512", "model.seq_length=64"]  # fmt: skip
+TINY = ["model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=160", "model.num_attention_heads=4",
+        "model.num_query_groups=2", "model.vocab_size=512", "model.seq_length=64"]  # fmt: skip
 
 
 def split(impl: str) -> tuple[str, list[str]]:
@@ -71,12 +76,13 @@ def split(impl: str) -> tuple[str, list[str]]:
 def recipe_of(a: argparse.Namespace, impl: str) -> Recipe:
     name, modifiers = split(impl)
     overrides = [
-        "model.num_layers=8", *(TINY if a.tiny else ()), f"plan.layers={LAYERS[name]}", f"train.device={a.device}", f"train.seed={SEED}",
-        "train.micro_batch=1", f"train.global_batch={MICRO_BATCHES * a.dp}", "train.steps=1000",
+        "model.num_layers=8", *(TINY if a.tiny else ()), f"plan.layers={LAYERS[name]}", f"train.device={a.device}",
+        f"train.seed={SEED}", "train.micro_batch=1", f"train.global_batch={MICRO_BATCHES * a.dp}", "train.steps=1000",
         f"parallel.tensor={a.tp}", f"parallel.sequence={str(a.sp).lower()}",
         # with one replica nothing is reduced: overlap would cost launches alone
         *(f"parallel.{field}={str(a.dp > 1).lower()}" for field in ("overlap_grad_reduce", "overlap_param_gather")),
-        "optimizer.lr=1e-4", "optimizer.min_lr=1e-4", "schedule.style=constant", "schedule.warmup_steps=0", "schedule.decay_steps=1000",
+        "optimizer.lr=1e-4", "optimizer.min_lr=1e-4", "schedule.style=constant", "schedule.warmup_steps=0",
+        "schedule.decay_steps=1000",
     ]  # fmt: skip
     for modifier in modifiers:
         overrides += MODIFIERS[name][modifier]
@@ -86,11 +92,12 @@ def recipe_of(a: argparse.Namespace, impl: str) -> Recipe:
     return load_recipe("llama3_8b", [*overrides, *a.set])
 
 
-# -- one implementation, in a process (or a rank) of its own ------------------------------------------------------------
+# -- one implementation, in a process (or a rank) of its own -----------------------------------------------------------
 
 
 def batches_of(recipe: Recipe, ranks: Any) -> list[dict[str, torch.Tensor]]:
-    """This rank's micro-batches of a step: tokens, labels and positions [1, seq]; the ranks of a tensor-parallel group hold the same."""
+    """This rank's micro-batches of a step: tokens, labels and positions [1, seq]; the ranks of a tensor-parallel group
+    hold the same."""
     m, rows = recipe.model, []
     positions = torch.arange(m.seq_length).unsqueeze(0)
     for i in range(MICRO_BATCHES):
@@ -136,13 +143,15 @@ def measure(a: argparse.Namespace, impl: str) -> dict[str, Any]:
     from layerplan.integration.training.metrics import peak_flops, peak_memory
 
     recipe = recipe_of(a, impl)
-    where = environment() if os.environ.get("RANK", "0") == "0" else {}  # before Transformer Engine loads a cuDNN of its own
+    # before Transformer Engine loads a cuDNN of its own
+    machine = environment() if os.environ.get("RANK", "0") == "0" else {}
     pins, records = load_pins(recipe), load_records(recipe)
     with ranks_of(recipe) as ranks:
         built = build(recipe, pins, records)
         if "te_loss" in split(impl)[1]:
             built.gpt.config.cross_entropy_fusion_impl = "te"
-        start_norm = float(torch.stack([torch.linalg.vector_norm(p.detach(), dtype=torch.float32) for p in built.gpt.parameters()]).norm())
+        norms = [torch.linalg.vector_norm(p.detach(), dtype=torch.float32) for p in built.gpt.parameters()]
+        start_norm = float(torch.stack(norms).norm())
         built.model.train()
         step, seen, seconds = step_of(built, recipe, batches_of(recipe, ranks)), [], []
         for i in range(a.warmup + a.steps):
@@ -153,26 +162,29 @@ def measure(a: argparse.Namespace, impl: str) -> dict[str, Any]:
             seen.append(step())
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
+        adam = type(_adam(built.optimizer))
         row = {"seconds": seconds[a.warmup :], "first_step_s": round(seconds[0], 2), "peak": peak_memory(ranks.device),
-               "between_steps": torch.cuda.memory_allocated(), "reserved": torch.cuda.max_memory_reserved(), "start_norm": start_norm,
-               "adam": f"{type(_adam(built.optimizer)).__module__}.{type(_adam(built.optimizer)).__qualname__}"}  # fmt: skip
+               "between_steps": torch.cuda.memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
+               "start_norm": start_norm, "adam": f"{adam.__module__}.{adam.__qualname__}"}  # fmt: skip
         sums = torch.stack([s for s, _ in seen])
         torch.distributed.all_reduce(sums, group=mpu.get_data_parallel_group())
-        row |= {"losses": [round(v, 5) for v in (sums[:, 0] / sums[:, 1]).tolist()], "grad_norms": [round(float(n), 5) for _, n in seen]}
+        row |= {"losses": [round(v, 5) for v in (sums[:, 0] / sums[:, 1]).tolist()],
+                "grad_norms": [round(float(n), 5) for _, n in seen]}  # fmt: skip
         if ranks.device.type == "cuda":
-            table, busy, wall = kernels(step, 1)
-            row |= {"busy_ms": round(busy, 3), "idle_share": round(1 - busy / wall, 4), "kernels_a_step": sum(r["calls"] for r in table)}
-            row |= {"kernels": table[:40]} if a.profile else {}
+            figures, table = kernels(step, 1)
+            row |= figures | ({"kernels": table[:40]} if a.profile else {})
         everyone: list[Any] = [None] * ranks.world
         torch.distributed.all_gather_object(everyone, row, group=ranks.control)
         row["seconds"] = [max(times) for times in zip(*(r["seconds"] for r in everyone), strict=True)]
         row |= {k: max(r[k] for r in everyone) for k in ("peak", "between_steps", "reserved", "first_step_s")}
         peak = peak_flops(ranks.device, recipe.precision.tensor_dtype)
-        row |= {"rank": ranks.rank, "peak_flops": None if peak is None else peak * ranks.world, "environment": where}
+        row |= {"rank": ranks.rank, "peak_flops": None if peak is None else peak * ranks.world, "environment": machine}
         if recipe.plan.layers == "layerplan":
             arch = arch_of(ranks.device)
-            estimate = memory_estimate(recipe, arch, ranks.world, estimate_recipe(recipe, arch, pins=pins, records=records))
-            row |= {"estimate": estimate.terms() | {"total": estimate.total}, "report": str(layerplan.report(built.gpt)).partition("\nnot chosen")[0]}
+            planned = estimate_recipe(recipe, arch, pins=pins, records=records)
+            estimate = memory_estimate(recipe, arch, ranks.world, planned)
+            row |= {"estimate": estimate.terms() | {"total": estimate.total},
+                    "report": str(layerplan.report(built.gpt)).partition("\nnot chosen")[0]}  # fmt: skip
         return row
 
 
@@ -197,7 +209,7 @@ def child(a: argparse.Namespace) -> None:
         a.result.write_text(json.dumps(row))
 
 
-# -- the parent: children in turns, rows, record ------------------------------------------------------------------------
+# -- the parent: children in turns, rows, record -----------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -213,19 +225,23 @@ def run_child(a: argparse.Namespace, impl: str) -> dict[str, Any]:
         result, port, ranks = Path(folder, "row.json"), free_port(), []
         logs = [Path(folder, f"rank{r}.log") for r in range(world)]
         command = [sys.executable, __file__, *sys.argv[1:], "--child", impl, "--result", str(result)]
-        base = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | ({"OMP_NUM_THREADS": "1"} if a.device == "cpu" else {}) | os.environ
+        base = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **({"OMP_NUM_THREADS": "1"} if a.device == "cpu" else {}),
+                **os.environ}  # fmt: skip
+        rendezvous = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
             for r in range(world):
-                env = base | {"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                env = base | rendezvous | {"RANK": str(r), "LOCAL_RANK": str(r)} if world > 1 else base
                 with logs[r].open("w") as log:
-                    ranks.append(subprocess.Popen(command, env=env if world > 1 else base, stdout=log, stderr=log, start_new_session=True))
+                    ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
             end = time.monotonic() + a.limit
             while time.monotonic() < end and any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
                 time.sleep(0.2)
             if not any(p.poll() for p in ranks) and result.exists():
                 return json.loads(result.read_text())
             failed = next((r for r, p in enumerate(ranks) if p.poll()), None)
-            why = f"passed --limit {a.limit} s" if failed is None else f"rank {failed} ended with {ranks[failed].returncode}"
+            why = f"passed --limit {a.limit} s"
+            if failed is not None:
+                why = f"rank {failed} ended with {ranks[failed].returncode}"
             tail = logs[failed or 0].read_text(errors="replace").strip().splitlines()[-12:]
             return {"error": why, "log": tail}
         finally:
@@ -249,13 +265,17 @@ def summary(a: argparse.Namespace, impl: str, runs: list[dict[str, Any]]) -> dic
     low, _, high = statistics.quantiles(seconds, n=4)
     tokens = recipe.train.global_batch * recipe.model.seq_length
     row |= {"step_ms": round(middle * 1e3, 3), "step_quartiles": [round(low * 1e3, 3), round(high * 1e3, 3)],
-            "round_ms": [round(statistics.median(r["seconds"]) * 1e3, 3) for r in good], "tokens_per_s": round(tokens / middle, 1)}  # fmt: skip
+            "round_ms": [round(statistics.median(r["seconds"]) * 1e3, 3) for r in good],
+            "tokens_per_s": round(tokens / middle, 1)}  # fmt: skip
     if first["peak_flops"]:
         row["mfu"] = round(tokens / middle * flops_per_token(recipe) / first["peak_flops"], 4)
     peak = max(r["peak"] for r in good)
     if "estimate" in first:
-        row |= {"estimate_gib": {k: round(v / GIB, 3) for k, v in first["estimate"].items()}, "estimate_over_peak": round(first["estimate"]["total"] / peak, 4)}
-    row |= {"peak_gib": round(peak / GIB, 3), "between_steps_gib": round(max(r["between_steps"] for r in good) / GIB, 3), "reserved_gib": round(max(r["reserved"] for r in good) / GIB, 3), "first_step_s": [r["first_step_s"] for r in good]}  # fmt: skip
+        row |= {"estimate_gib": {k: round(v / GIB, 3) for k, v in first["estimate"].items()},
+                "estimate_over_peak": round(first["estimate"]["total"] / peak, 4)}  # fmt: skip
+    row["peak_gib"] = round(peak / GIB, 3)
+    row |= {f"{k}_gib": round(max(r[k] for r in good) / GIB, 3) for k in ("between_steps", "reserved")}
+    row["first_step_s"] = [r["first_step_s"] for r in good]
     row |= {k: first[k] for k in ("adam", "start_norm", "losses", "grad_norms", "kernels_a_step") if k in first}
     row |= {k: statistics.median(r[k] for r in good) for k in ("busy_ms", "idle_share") if k in first}
     if "kernels" in good[-1]:
@@ -272,20 +292,23 @@ def rows_of(a: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> lis
         for r in rows:
             if "step_ms" in r:
                 apart = max(abs(x - y) for x, y in zip(r["losses"], best["losses"], strict=True))
-                r |= {"ratio_to_te": round(r["step_ms"] / best["step_ms"], 4), "peak_ratio_to_te": round(r["peak_gib"] / best["peak_gib"], 4),
+                r |= {"ratio_to_te": round(r["step_ms"] / best["step_ms"], 4),
+                      "peak_ratio_to_te": round(r["peak_gib"] / best["peak_gib"], 4),
                       "losses_apart": round(apart, 5)}  # fmt: skip
     return rows
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--impl", default="layerplan,te,te+te_loss")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--sp", action="store_true", help="sequence parallelism over the tensor-parallel ranks")
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model for trying the script")
-    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="overrides of the recipe, for all")
+    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="overrides for all")
     parser.add_argument("--pins", help="a plan file that layerplan is pinned to")
     parser.add_argument("--records", help="measured times that rank layerplan's engines")
     parser.add_argument("--trial", nargs="*", default=[], help="engines on trial that ranking may choose here")
@@ -312,25 +335,27 @@ def main() -> int:
         print(f"end_to_end.py: {error}", file=sys.stderr)
         return 2
     runs: dict[str, list[dict[str, Any]]] = {impl: [] for impl in names}
-    what = (f"training steps, {recipe.model.num_layers} layers of Llama-3-8B's dims ({parameter_count(recipe):,} parameters), {recipe.precision.dtype}, "
-            f"{MICRO_BATCHES} micro-batches of {recipe.model.seq_length}, tensor {a.tp}{' with sequence' if a.sp else ''}, data {a.dp}")  # fmt: skip
-    record: dict[str, Any] = {"what": f"{'tiny: ' if a.tiny else ''}{what}", "set": a.set, "pins": a.pins, "records": a.records, "trial": a.trial,
+    what = (f"training steps, {recipe.model.num_layers} layers of Llama-3-8B's dims ({parameter_count(recipe):,} "
+            f"parameters), {recipe.precision.dtype}, {MICRO_BATCHES} micro-batches of {recipe.model.seq_length}, "
+            f"tensor {a.tp}{' with sequence' if a.sp else ''}, data {a.dp}")  # fmt: skip
+    record: dict[str, Any] = {"what": f"{'tiny: ' if a.tiny else ''}{what}", "set": a.set, "pins": a.pins,
+                              "records": a.records, "trial": a.trial,
                               "versions": {p: installed_version(p) for p in PACKAGES}}  # fmt: skip
     for _ in range(a.rounds):
         for impl in names:
             if any("error" in r for r in runs[impl]):
                 continue
             runs[impl].append(run := run_child(a, impl))
-            told = {"impl": impl, **({k: run[k] for k in ("error", "log")} if "error" in run else {"median_ms": round(statistics.median(run["seconds"]) * 1e3, 3)})}
-            print(json.dumps(told), file=sys.stderr, flush=True)
+            told: dict[str, Any] = {k: run[k] for k in ("error", "log") if k in run}
+            if not told:
+                told["median_ms"] = round(statistics.median(run["seconds"]) * 1e3, 3)
+            print(json.dumps({"impl": impl, **told}), file=sys.stderr, flush=True)
             record |= run.get("environment", {})
             if a.out:  # after each child: what is measured stays measured
                 a.out.write_text(json.dumps({**record, "rows": rows_of(a, runs)}, indent=1) + "\n")
     rows = rows_of(a, runs)
     for row in rows:
-        print(json.dumps({k: v for k, v in row.items() if k != "kernels"}), flush=True)
-        for k in row.get("kernels", ()):
-            print(f"  {k['ms']:8.3f} ms {k['calls']:6.1f}  {k['kernel']}")
+        show(row)
     for impl in names:
         if report := next((r["report"] for r in runs[impl] if r.get("report")), ""):
             print(f"{impl}\n{report}")

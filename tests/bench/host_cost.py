@@ -3,11 +3,11 @@
     python tests/bench/host_cost.py [--engines] [--out FILE]
 
 Tiny tensors, so that the device never limits. What is compared is timed in turns, block by block, and the figure is the
-median over blocks of the difference; the quartiles stand beside it. Per op a row: forward with grad, the raw launch (the
-compiled region under no_grad, outputs allocated by it), their difference; forward + backward against aten's equivalent.
-``--engines``: a row for each engine that runs the op here, beside the one that the planner chooses.
-Bounds of the design: 10 us forward; aten's forward + backward + 15 us. Backward on a GPU runs in autograd's own thread;
-where that thread wakes decides tens of microseconds, so the process is held on two cores (``--cores N`` for another number).
+median over blocks of the difference; the quartiles stand beside it. Per op a row: forward with grad, the raw launch
+(the compiled region under no_grad, outputs allocated by it), their difference; forward + backward against aten's
+equivalent. ``--engines``: a row for each engine that runs the op here, beside the one that the planner chooses. Bounds
+of the design: 10 us forward; aten's forward + backward + 15 us. Backward on a GPU runs in autograd's own thread; where
+that thread wakes decides tens of microseconds, so the process is held on two cores (``--cores N`` for another number).
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from layerplan.integration import ops
 from layerplan.integration.engines.manifest import MANIFEST
 from layerplan.integration.planner.planner import PlanError
 from layerplan.integration.planner.program import compiled_launch
+from layerplan.integration.planner.records import gpu_name
 
 FORWARD_BOUND_US, BOTH_BOUND_US = 10.0, 15.0
+OP = {"attention": "sdpa"}  # where the op's name in the table differs
 
 
 def in_turns(functions: dict[str, Callable[[], object]], n: int, blocks: int = 41) -> dict[str, list[float]]:
@@ -64,15 +66,17 @@ def cases(device: str, dtype: torch.dtype):
         return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
 
     x, w = t(64, 256), t(256)
-    yield "rms_norm", (lambda x, w, **o: ops.rms_norm(x, w, eps=1e-5, **o)), (lambda x, w: F.rms_norm(x, (256,), w, 1e-5)), (x, w)
-    yield "layer_norm", (lambda x, w, **o: ops.layer_norm(x, w, eps=1e-5, **o)), (lambda x, w: F.layer_norm(x, (256,), w, None, 1e-5)), (x, w)
+    rms_norm, layer_norm = (functools.partial(f, eps=1e-5) for f in (ops.rms_norm, ops.layer_norm))
+    yield "rms_norm", rms_norm, (lambda x, w: F.rms_norm(x, (256,), w, 1e-5)), (x, w)
+    yield "layer_norm", layer_norm, (lambda x, w: F.layer_norm(x, (256,), w, None, 1e-5)), (x, w)
     yield "linear", ops.linear, F.linear, (t(64, 256), t(128, 256))
     yield "swiglu", ops.swiglu, (lambda g: F.silu(g[..., :128]) * g[..., 128:]), (t(64, 256),)
 
     def sdpa(q, k, v):
-        return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True).transpose(1, 2)
+        out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+        return out.transpose(1, 2)
 
-    yield "attention", (lambda q, k, v, **o: ops.attention(q, k, v, causal=True, **o)), sdpa, (t(1, 128, 4, 64), t(1, 128, 4, 64), t(1, 128, 4, 64))
+    yield "attention", functools.partial(ops.attention, causal=True), sdpa, tuple(t(1, 128, 4, 64) for _ in "qkv")
 
 
 def entry_of(name: str):
@@ -94,9 +98,6 @@ def raw_launch(name: str, tensors):
     order = [entry.graph.inputs.index(v) for v in region.region.graph.inputs]
     arguments = [tensors[i].detach() for i in order]
     return lambda: launch(*arguments)
-
-
-OP = {"attention": "sdpa"}  # where the op's name in the table differs
 
 
 def choices(name: str, ours: Callable[..., torch.Tensor], tensors, every: bool) -> list[str | None]:
@@ -141,15 +142,17 @@ def figures(name: str, ours: Callable[..., torch.Tensor], aten: Callable[..., to
     forward = in_turns({"ours": lambda: ours(*tensors), "raw": raw, "aten": lambda: aten(*tensors)}, 200)
     backward = in_turns({"ours": lambda: both(ours, grad), "aten": lambda: both(aten, aten_grad)}, 100)
     cost, over = difference(forward, "ours", "raw"), difference(backward, "ours", "aten")
-    middle = {f"{part}_{who}_us": round(statistics.median(v), 2) for part, t in (("forward", forward), ("both", backward)) for who, v in t.items()}
-    return {"engines": engines(name), **middle, "forward_cost_us": cost[1], "forward_cost_quartiles": [cost[0], cost[2]],
-            "forward_ok": cost[1] <= FORWARD_BOUND_US, "both_over_aten_us": over[1], "both_over_aten_quartiles": [over[0], over[2]],
+    middle = {f"{part}_{who}_us": round(statistics.median(v), 2)
+              for part, times in (("forward", forward), ("both", backward)) for who, v in times.items()}  # fmt: skip
+    return {"engines": engines(name), **middle, "forward_cost_us": cost[1],
+            "forward_cost_quartiles": [cost[0], cost[2]], "forward_ok": cost[1] <= FORWARD_BOUND_US,
+            "both_over_aten_us": over[1], "both_over_aten_quartiles": [over[0], over[2]],
             "both_ok": over[1] <= BOTH_BOUND_US}  # fmt: skip
 
 
 def cudnn() -> int | str | None:
-    """Its version; in words where another library has loaded one that torch was not built for. Loads torch's own: behind
-    that Transformer Engine cannot load the system's."""
+    """Its version; in words where another library has loaded one that torch was not built for. Loads torch's own:
+    behind that Transformer Engine cannot load the system's."""
     try:
         return torch.backends.cudnn.version()
     except RuntimeError as error:
@@ -157,10 +160,11 @@ def cudnn() -> int | str | None:
 
 
 def environment() -> dict:
-    cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    """What a record says of the machine."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "cpu": cpu, "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cpu": gpu_name(torch.device("cpu")), "torch": torch.__version__,
         "cuda": torch.version.cuda, "cudnn": cudnn(), "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"), "commit": commit,
     }  # fmt: skip
@@ -177,7 +181,8 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = measure(device, torch.bfloat16 if device == "cuda" else torch.float32, arguments.engines)
     if arguments.out:
-        arguments.out.write_text(json.dumps({"what": "host cost", "cores": arguments.cores, **environment(), "rows": rows}, indent=1) + "\n")
+        record = {"what": "host cost", "cores": arguments.cores, **environment(), "rows": rows}
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from layerplan.integration.engines.manifest import MANIFEST
 from layerplan.integration.planner.planner import PlanError
 
 from .. import oracle
+from . import quantized
 
 Tensors = dict[str, torch.Tensor]
 
@@ -39,6 +40,7 @@ class OpCase:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     peer: Callable[[Tensors], tuple] | None = None  # where PyTorch has a function of its own
     exponent: Callable[[Tensors], float] | None = None  # largest |LSE|, where the backward rebuilds exp(x - LSE)
+    exact: bool = False  # outputs are ``plain``'s in the dtype at hand, on a CPU, bit for bit; nothing gets a gradient
 
 
 def randn(gen: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -351,6 +353,46 @@ def _split_qkv(x, groups: int, share: int, d: int):
     return q, torch.stack([row[share] for row in rows], -2), torch.stack([row[share + 1] for row in rows], -2)
 
 
+_QUANTIZED = ("data", "scale_inv", "data_t", "scale_inv_t", "amax")  # in the order in which ops.quantize returns them
+
+
+def _quantize_case(tag: str, shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn, *, transposed=False, **kw) -> OpCase:
+    """Inputs hold what breaks kernels, but for ``numbers``: then ordinary ones alone."""
+    whole, numbers = block == quantized.TENSOR, kw.pop("numbers", False)
+
+    def make(gen, d):
+        x = randn(gen, d, *shape)
+        t = {"x": x if numbers else quantized.hard(x)}
+        return {**t, "scale": torch.rand(1, generator=gen) * 99 + 1} if whole else t
+
+    def ours(t, **k):
+        return ops.quantize(t["x"], scale=t.get("scale"), block=block, dtype=dtype, transposed=transposed, amax=whole, **kw, **k)
+
+    def plain(t):
+        made = quantized.plain_quantize(t["x"], block, dtype, scale=t.get("scale"), **kw)
+        return tuple(made[p] for p in _QUANTIZED if p in made and (transposed or not p.endswith("_t")))
+
+    return OpCase(f"quantize-{tag}", "quantize", make, (), ours, plain, (torch.float32, torch.bfloat16, torch.float16), exact=True)
+
+
+def _dequantize_case(tag: str, shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn, layout: str = "row") -> OpCase:
+    """From the transposed copy, whose width is known at run time alone. ``out`` says by its dtype what comes out."""
+
+    def make(gen, d):
+        x, scale = randn(gen, torch.float32, *shape), torch.rand(1, generator=gen) + 1
+        x[..., ::7] *= 1e-3
+        made = quantized.plain_quantize(x, block, dtype, layout=layout, scale=scale if block == quantized.TENSOR else None)
+        return {"data": made["data_t"], "scale_inv": made.get("scale_inv_t", made["scale_inv"]), "out": torch.zeros((), dtype=d)}
+
+    def ours(t, **k):
+        return (ops.dequantize(t["data"], t["scale_inv"], block=block, layout=layout, dtype=t["out"].dtype, **k),)
+
+    def plain(t):
+        return (quantized.plain_dequantize(t["data"], t["scale_inv"], block, layout).to(t["out"].dtype),)
+
+    return OpCase(f"dequantize-{tag}", "dequantize", make, (), ours, plain, (torch.float32, torch.bfloat16, torch.float16), exact=True)
+
+
 CASES: tuple[OpCase, ...] = (
     *(c for name in ("rms_norm", "layer_norm") for c in (
         _norm_case(name, "plain", (5, 33)),
@@ -379,6 +421,24 @@ CASES: tuple[OpCase, ...] = (
     _gate_case("gelu", "clamp_weights", (5, 31), clamp=0.5, weights=True),
     _gate_case("squared_relu", "clamp", (5, 31), clamp=0.5),
     _gate_case("swiglu", "no_rows", (0, 32)),
+    _quantize_case("tensor", (9, 48), quantized.TENSOR, numbers=True),
+    _quantize_case("tensor_e5m2_transposed", (2, 7, 40), quantized.TENSOR, torch.float8_e5m2, transposed=True),
+    _quantize_case("tensor_no_rows", (0, 16), quantized.TENSOR, transposed=True),
+    _quantize_case("block", (9, 264), quantized.BLOCK),
+    _quantize_case("block_odd", (5, 133), quantized.BLOCK, torch.float8_e5m2, power_of_two=True),
+    _quantize_case("block_transposed", (2, 66, 136), quantized.BLOCK, transposed=True),
+    _quantize_case("block_transposed_power", (130, 72), quantized.BLOCK, transposed=True, power_of_two=True),
+    _quantize_case("block_vector", (24,), quantized.BLOCK),
+    _quantize_case("block_no_rows", (0, 16), quantized.BLOCK, transposed=True),
+    _quantize_case("mx", (9, 72), quantized.MX),
+    _quantize_case("mx_odd_transposed", (35, 37), quantized.MX, torch.float8_e5m2, transposed=True),
+    _quantize_case("mx_swizzled", (3, 200), quantized.MX, layout="swizzled"),
+    _quantize_case("mx_swizzled_transposed", (2, 67, 136), quantized.MX, transposed=True, layout="swizzled"),
+    _dequantize_case("tensor", (9, 48), quantized.TENSOR, torch.float8_e5m2),
+    _dequantize_case("block", (135, 40), quantized.BLOCK),
+    _dequantize_case("mx_odd", (37, 7), quantized.MX, torch.float8_e5m2),
+    _dequantize_case("mx_swizzled", (2, 72, 40), quantized.MX, layout="swizzled"),
+    _dequantize_case("no_rows", (0, 16), quantized.BLOCK),
     _attention_case("plain", (2, 9, 4, 16), (2, 9, 4, 16)),
     _attention_case("causal_gqa", (2, 17, 6, 32), (2, 17, 2, 32), causal=True, lse=False),
     _attention_case("causal_short_keys", (1, 7, 2, 16), (1, 4, 2, 16), causal=True),
@@ -422,6 +482,15 @@ LARGE: tuple[OpCase, ...] = (
     _norm_case("layer_norm", "large", (1031, 1544), bias=True),
     _linear_case("large", (517,), 264, 1032, True),
     _gate_case("swiglu", "large", (1031, 1544)),
+    _gate_case("swiglu", "large_clamp_weights", (1031, 1544), clamp=1.0, weights=True),
+    _quantize_case("large_tensor", (1031, 1544), quantized.TENSOR, transposed=True),
+    _quantize_case("large_block", (1031, 1544), quantized.BLOCK),
+    _quantize_case("large_block_transposed", (1032, 1544), quantized.BLOCK, transposed=True),
+    _quantize_case("large_block_odd_rows", (1031, 1544), quantized.BLOCK, transposed=True, power_of_two=True),
+    _quantize_case("large_mx", (1031, 1544), quantized.MX, transposed=True),
+    _quantize_case("large_mx_swizzled", (1032, 1544), quantized.MX, transposed=True, layout="swizzled"),
+    _dequantize_case("large_block", (1032, 1544), quantized.BLOCK),
+    _dequantize_case("large_mx_swizzled", (1031, 1544), quantized.MX, layout="swizzled"),
     _attention_case("large_causal", (2, 257, 8, 64), (2, 257, 2, 64), causal=True),
     _attention_case("large_128", (1, 300, 4, 128), (1, 300, 4, 128)),
     _attention_case("large_192_128", (1, 257, 4, 192), (1, 257, 4, 192), 128, causal=True),
@@ -447,7 +516,7 @@ def place(t: Tensors, device: str, diff: tuple[str, ...], how: str = "plain") ->
     for name, x in t.items():
         x = x.to(device)
         if x.is_floating_point() and how == "strided" and x.dim():
-            wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), oracle.SENTINEL, dtype=x.dtype, device=device)
+            wide = oracle.sentinels((*x.shape[:-1], 2 * x.shape[-1]), x.dtype, device)
             wide[..., ::2] = x
             x = wide[..., ::2]
         elif x.is_floating_point() and how == "offset":
@@ -486,6 +555,8 @@ def hold(case: OpCase, device: str, dtype: torch.dtype, how: str = "plain", seed
     """Run a row on an engine and hold outputs and gradients to the oracle's rule. Raises Declined with the reason."""
     gen = torch.Generator().manual_seed(seed)
     inputs = case.make(gen, dtype)
+    if case.exact:
+        return _hold_bits(case, inputs, device, how, **kw)
     exact = {n: x.double().requires_grad_(n in case.diff) if x.is_floating_point() else x for n, x in inputs.items()}
     truth, douts, truth_grads = gradients(case, case.plain, exact, None, gen)
     rounded = [d.to(dtype).double() for d in douts]  # what every dtype is fed
@@ -510,5 +581,23 @@ def hold(case: OpCase, device: str, dtype: torch.dtype, how: str = "plain", seed
         oracle.compare(grads[n], truth_grads[n], peer_grads[n], f"{case.id} d{n}", relative)
     for n, x in t.items():
         assert torch.equal(x.detach(), before[n]), f"{case.id}: input {n} was overwritten"
+    for inner, buffer in guards:
+        oracle.check_guards(inner, buffer, case.id)
+
+
+def _hold_bits(case: OpCase, inputs: Tensors, device: str, how: str, **kw) -> None:
+    """``hold`` for a row whose outputs are exact."""
+    expected = case.plain(inputs)
+    t, guards = place(inputs, device, (), how)
+    before = {n: x.clone() for n, x in t.items()}
+    oracle.poison(*(torch.empty(o.shape, dtype=o.dtype, device=device) for o in expected))
+    try:
+        outs = case.ours(t, **kw)
+    except PlanError as error:
+        raise Declined(declined(error)) from None
+    for i, (o, e) in enumerate(zip(outs, expected, strict=True)):
+        oracle.same_bits(o, e, f"{case.id} output {i}")
+    for n, x in t.items():
+        oracle.same_bits(x, before[n], f"{case.id}: input {n} was overwritten")
     for inner, buffer in guards:
         oracle.check_guards(inner, buffer, case.id)

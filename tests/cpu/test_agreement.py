@@ -19,7 +19,8 @@ from layerplan.integration.settings import Settings
 CPU = ARCHS["cpu"]
 PINS = Pins((("cpu", "abc@", Pin("norm/torch", ("rms_norm",))),))
 RECORDS = Records((Record("cpu", "a board", "abc@", ("rms_norm",), "norm/torch", microseconds=2.0, quartiles=(1.0, 3.0)),))
-OTHERS = {"check": True, "policy": "strict", "deterministic": True, "log": "debug", "records": "r.json", "nvtx": True}
+OTHERS = {"check": True, "policy": "strict", "deterministic": True, "log": "debug", "records": "r.json", "nvtx": True,
+          "cache": "/c"}  # fmt: skip
 FIELDS = [f.name for f in dataclasses.fields(Settings)]
 
 
@@ -53,6 +54,7 @@ def test_what_a_model_is_planned_with_changes_the_digest(given, field):
     plain, other = planning_facts(CPU, records=Records()), planning_facts(CPU, **{"records": Records(), **given})
     assert {f for f in plain if plain[f] != other[f]} == {field} and digest(plain) != digest(other)
     assert digest(other) == digest(planning_facts(CPU, **{"records": Records(), **given}))
+    assert plain["records: SHA-256"] == "no records"  # what a message says of a rank that has none
 
 
 def test_a_digest_does_not_depend_on_the_order_of_facts_but_on_their_types():

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from layerplan.integration import cli, doctor
 from layerplan.integration.engines import packages
 from layerplan.integration.planner.explain import EXAMPLES, example
+from layerplan.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 X = ("--shape", "x=4096x8192:bfloat16", "--shape", "weight=8192:bfloat16", "--attr", "eps=1e-5")
@@ -48,6 +49,12 @@ def test_commands_and_flags_are_frozen():
         "doctor": ["--json"],
         "explain": ["op", "--shape", "--arch", "--attr", "--policy", "--engine", "--json"],
         "plan": ["recipe", "overrides", "--arch", "--save", "--json"],
+        "compile": ["recipe", "overrides", "--arch", "-j", "--jobs", "--json"],
+        "cache show": ["--json"],
+        "cache verify": [],
+        "cache export": ["file", "--arch"],
+        "cache import": ["file"],
+        "cache prune": ["--days", "--max-mib", "--other-versions"],
         "tune": ["recipe", "overrides", "--out", "--budget", "--device"],
         "pretrain": ["recipe", "overrides", "--dry-run"],
         "compare": ["recipe", "a", "b", "overrides", "--json"],
@@ -114,6 +121,7 @@ def test_explain_of_an_engine_that_declines_fails_with_the_reason():
     (["rms_nrm", *X, "--arch", "sm_90"], ["rms_nrm", "did you mean 'rms_norm'"]),
     (["rms_norm", *X, "--arch", "sm_91"], ["sm_91", "sm_90"]),
     (["rms_norm", *X, "--arch", "sm_90", "--engine", "norm/none"], ["norm/none", "norm/torch"]),
+    (["rms_norm", *X, "--arch", "sm_90", "--engine", "attention/fa4"], ["'attention/fa4': has no code for rms_norm", "norm/torch"]),
     (["rms_norm", *X, "--arch", "sm_90", "--policy", "fastest"], ["fastest", "auto, strict, reference"]),
     (["rms_norm", "--shape", "x=4x:bfloat16", "--shape", "weight", "--arch", "sm_90"], ["x=4x:bfloat16", "'weight'", "NAME=SIZExSIZE:DTYPE"]),
     (["rms_norm", "--shape", "x=4x8:bfloat16", "--shape", "weight=9:bfloat16", "--attr", "eps=1e-5", "--arch", "sm_90"], ["weight", "9"]),
@@ -217,10 +225,44 @@ def test_plan_saves_a_file_that_a_recipe_can_pin_and_refuses_what_it_cannot_writ
     candidates = [c for g in json.loads(again.stdout)["graphs"] for row in g["regions"] for c in row["candidates"] if c["chosen"]]
     assert candidates and all(c["reason"] == f"pinned by plan.file = {file}" for c in candidates)
     result = run("plan", "gpt_tiny", "--save", str(tmp_path / "none" / "p.json"))
-    assert result.exit_code == 2 and "--save" in result.stderr and "cannot be written" in result.stderr
+    assert result.exit_code == 2 and f"--save = {tmp_path}/none/p.json: the folder {tmp_path}/none does not exist" in result.stderr
+    (tmp_path / "folder.json").mkdir()
+    result = run("plan", "gpt_tiny", "--save", str(tmp_path / "folder.json"))
+    assert result.exit_code == 2 and "folder.json: cannot be written (Is a directory)" in result.stderr and ".tmp" not in result.stderr
     file.write_text("{")
     result = run("plan", "gpt_tiny", f"plan.file={file}")
     assert result.exit_code == 2 and "plan.file" in result.stderr and "cannot be read" in result.stderr and "--save" in result.stderr
+
+
+def test_plan_of_layers_that_run_no_plans_is_refused():
+    result = run("plan", "gpt_tiny", "plan.layers=megatron_local")
+    assert result.exit_code == 2 and "plan.layers = 'megatron_local': runs no plans that could be shown; set plan.layers=layerplan" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "compile", "tune", "pretrain", "compare"])
+def test_help_of_a_command_on_a_recipe_lists_the_recipes(command):
+    text = " ".join(run(command, "--help").stdout.split())
+    assert f"Name of a recipe: {', '.join(RECIPES)}." in text
+
+
+def test_a_wrong_arch_of_a_recipe_is_refused_with_the_archs_and_what_is_left():
+    result = run("plan", "gpt_tiny", "plan.arch=foo")
+    assert result.exit_code == 2 and "name one of these, or leave it out" in result.stderr and "at hand" not in result.stderr
+
+
+@pytest.mark.parametrize("command", [("plan", "--save"), ("tune", "--out")])
+def test_a_folder_that_is_not_there_is_known_before_torch_is_imported(command):
+    name, option = command
+    done = run_process(name, "gpt_tiny", option, "/nowhere/f.json", before=_HIDE.format(names=("torch",)))
+    assert done.returncode == 2 and done.stderr == (
+        f"layerplan: {option} = /nowhere/f.json: the folder /nowhere does not exist; make it, or name a file in another one\n"
+    )
+
+
+def test_complete_of_a_folder_that_is_not_there_says_so():
+    pytest.importorskip("megatron.core")
+    done = run_process("complete", "nope", "hello")
+    assert done.returncode == 2 and "checkpoint = 'nope': no such folder; name a run's or a step's folder" in done.stderr
 
 
 # ---- extras ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from layerplan.integration.planner.records import Records
 from layerplan.integration.planner.runner import Runner, WeightGrads
 from layerplan.modules.base import PlannedModule
 from layerplan.modules.graphs import Activation, TensorParallel, attention_graph, mlp_graph
+from layerplan.modules.loss import CrossEntropy
 from layerplan.modules.norm import Norm
 
 torch.set_num_threads(1)
@@ -151,6 +152,32 @@ def test_both_sides_draw_the_same_dropout_masks_and_each_call_keeps_its_own():
     rows = [r for r in found.rows if r.module == "core"]
     assert {r.tensor for r in rows} == {"output", "gradient of q", "gradient of k", "gradient of v"}
     assert all(r.a.errors == r.b.errors for r in rows)
+
+
+class Logits(torch.nn.Module):
+    """An output layer and its loss as one plan."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.loss = torch.nn.Parameter(torch.randn(64, WIDTH)), CrossEntropy(64)
+
+    def forward(self, x):
+        return self.loss.linear(x, self.weight, torch.arange(ROWS))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.05])
+def test_logits_in_bf16_are_right_and_a_wrong_loss_of_them_is_still_named(factor, monkeypatch):
+    wrong_engine(monkeypatch, "linear_cross_entropy", factor)
+    model = Logits().bfloat16()
+
+    def step(m):
+        loss = m(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()).mean()
+        loss.backward()
+        return loss.detach()
+
+    found = compare(model, step, Policy(engine="loss/chunked"), "reference")
+    assert {r.a.engines for r in found.rows} == {"loss/chunked"} and len(found.rows) == 2
+    assert [r.tensor for r in found.rows if not r.ok] == ([] if factor == 1.0 else ["output", "gradient of weight"]), str(found)
 
 
 def test_the_model_is_as_it_was_before():
@@ -310,6 +337,19 @@ def test_a_plan_file_that_cannot_hold_is_refused(tmp_path):
     assert side_of(tmp_path / "plan.json").pins is not None
 
 
+def test_a_plan_file_that_pins_nothing_of_the_model_is_refused_and_one_that_does_is_taken(tmp_path):
+    model, other, file = Model(), Norm(WIDTH + 1), tmp_path / "plan.json"
+    other(torch.randn(3, WIDTH + 1))
+    plan_file.save(file, plan_file.pins_of(p for r in other.plan_runners() for p in r.plans()))
+    with pytest.raises(ValueError, match=rf"^compare: b = {file}: 0 of \d+ pins for cpu hold here \(\d+ regions planned\): they were "
+                                         r"written for another recipe, .*--arch cpu --save FILE"):  # fmt: skip
+        compare(model, step_on(model), "auto", str(file))
+    assert not model.layers[0]["mlp"].plan_runners() and "_pins" not in model.final.__dict__, "the model is as it was"
+    step_on(model)(model)
+    plan_file.save(file, plan_file.pins_of(p for r in model.final.plan_runners() for p in r.plans()))
+    assert compare(model, step_on(model), "auto", str(file)).ok
+
+
 def test_a_pattern_that_matches_no_module_is_refused_and_the_model_stays_as_it_was():
     model = Model()
     with pytest.raises(ValueError, match=r"\*\.mpl.*matches no layerplan module.*did you mean \*\.mlp"):
@@ -328,6 +368,19 @@ def test_a_model_in_float64_and_one_without_layerplan_are_refused():
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_updates_parameters_is_refused():
+    model = Model()
+    step, optimizer = step_on(model), torch.optim.SGD(model.parameters(), 0.1)
+
+    def training_step(m):
+        loss = step(m)
+        optimizer.step()
+        return loss
+
+    with pytest.raises(ValueError, match=r"step changes parameters \(layers\.0-2\.mlp\.fc1.*leave the optimiser out"):
+        compare(model, training_step, "auto", "reference")
 
 
 def test_kept_tensors_have_the_strides_of_the_originals_and_none_of_their_memory():

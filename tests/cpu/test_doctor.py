@@ -16,6 +16,7 @@ from rich.console import Console
 
 from layerplan.integration import doctor
 from layerplan.integration.engines.manifest import MANIFEST
+from layerplan.integration.settings import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {
@@ -79,9 +80,24 @@ def test_a_healthy_gpu_machine_has_no_problems(fake):
 def test_facts_are_json_and_have_the_frozen_keys(fake):
     facts = json.loads(json.dumps(fake(packages=_packages(**CLEAN))))
     assert set(facts) == {
-        "layerplan", "python", "system", "packages", "libraries", "megatron", "torch", "driver", "gpus", "engines", "caches",
-        "environment", "problems",
+        "layerplan", "python", "system", "packages", "libraries", "megatron", "torch", "driver", "gpus", "engines", "compiler",
+        "caches", "environment", "problems",
     }  # fmt: skip
+
+
+def test_what_compiles_own_kernels_and_the_folders_that_keep_them_are_said(fake, monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERPLAN_CACHE", f"{tmp_path}:/nowhere/kernels")
+    monkeypatch.setattr(doctor.toolkit, "major", lambda: 12)
+    monkeypatch.setattr(doctor, "linker", lambda: None)
+    (tmp_path / ("0" * 64 + ".so")).touch()
+    facts = fake(packages=_packages(**CLEAN, nvidia_cutlass_dsl="4.8.1"))
+    first, second = (c for c in facts["caches"] if c["name"] == "layerplan")
+    assert (first["path"], first["remark"]) == (str(tmp_path), "0 kernels, 1 broken files")
+    assert (second["exists"], second["remark"]) == (False, "0 kernels, only read")
+    assert facts["compiler"] == {"dsl": "4.8.1", "cuda": 12, "linker": None}
+    text = " ".join(_rendered(facts).split())
+    assert "nvidia-cutlass-dsl 4.8.1 for CUDA 12, linked by nothing: kernels load through the compiler" in text
+    assert "without nvidia-cutlass-dsl" in _rendered(fake(packages=_packages(**CLEAN)))
 
 
 def test_two_cudnns_are_a_problem_that_names_both(fake):
@@ -158,15 +174,19 @@ def test_a_cudnn_on_the_library_path_is_a_problem(fake, tmp_path):
     assert str(tmp_path) in problem and "LD_LIBRARY_PATH" in problem
 
 
-def test_a_wrong_variable_is_a_problem_and_not_the_end(fake, monkeypatch):
-    doctor.settings.cache_clear()
-    monkeypatch.setenv("LAYERPLAN_POLICY", "fastest")
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("LAYERPLAN_POLICY", "fastest", "environment: LAYERPLAN_POLICY = 'fastest'"),
+    ("LAYERPLAN_RECORDS", "nope.json", "environment: LAYERPLAN_RECORDS = nope.json: no such file"),
+])  # fmt: skip
+def test_a_wrong_variable_or_file_that_one_names_is_a_problem_and_not_the_end(fake, monkeypatch, name, value, said):
+    settings.cache_clear()
+    monkeypatch.setenv(name, value)
     try:
         facts = fake(packages=_packages(**CLEAN))
     finally:
         monkeypatch.undo()
-        doctor.settings.cache_clear()
-    assert any("LAYERPLAN_POLICY" in p and "fastest" in p for p in facts["problems"])
+        settings.cache_clear()
+    assert [p for p in facts["problems"] if p.startswith(said)]
 
 
 def test_a_missing_package_of_an_engine_is_its_reason(fake, monkeypatch):

@@ -128,6 +128,13 @@ def test_inductor_declines_dropout_on_a_cpu_and_fused_weight_gradients():
     declines("pointwise/inductor", b.build([b.op("bias_dropout_add", x=x, residual=x, p=0.1, **rng)]), "CPU", arch="cpu")
 
 
+def _there_and_back():
+    """A quantize and its dequantize, which no random graph holds: they have no gradient."""
+    b = GraphBuilder()
+    data, scale = b.op("quantize", x=b.input("x", TensorSpec((Dim("t", 8), 256), "bfloat16")), block=(1, 128))
+    return b.build([b.op("dequantize", data=data, scale_inv=scale, block=(1, 128), dtype="bfloat16")])
+
+
 @pytest.mark.parametrize("arch", list(ARCHS))
 @pytest.mark.parametrize("entry", MANIFEST, ids=lambda e: e.id)
 def test_every_engine_answers_every_op_it_names_on_every_arch(entry, arch):
@@ -139,7 +146,7 @@ def test_every_engine_answers_every_op_it_names_on_every_arch(entry, arch):
     for seed in range(12):
         r = RandomGraph(seed, ops=8, dtype="bfloat16", symbolic=True)
         d = differentiate(r.graph, r.needs)
-        for graph in (d.forward, d.backward):
+        for graph in (d.forward, d.backward, _there_and_back()):
             for node in graph.nodes:
                 if (node.op in entry.ops or entry.ops == ("*",)) and op_table()[node.op].kind != "collective":
                     got = entry.load().match(region_of(graph, [node]), ARCHS[arch])
@@ -209,6 +216,8 @@ def test_a_gpus_name_is_its_arch_however_it_is_spelt():
     assert set(GPU_NAMES.values()) == {a.name for a in ARCHS.values() if a.is_gpu}
     with pytest.raises(ValueError, match=r"'H1000': must be one of sm_80, .* or a GPU's name such as H100; did you mean 'H100'\?"):
         Arch.parse("H1000")
+    with pytest.raises(ValueError, match=r"'V100': must be one of sm_80, .* or a GPU's name such as H100$"):
+        Arch.parse("V100")  # another GPU, and no slip
 
 
 def test_a_gpus_memory_is_its_own_and_an_archs_that_of_its_board():

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+import layerplan
 from layerplan.integration.engines.arch import Arch
 from layerplan.recipes import RECIPES, load_recipe
 from layerplan.recipes.estimate import estimate_recipe
@@ -52,6 +53,18 @@ def test_planning_cost_depends_on_distinct_graphs_and_not_on_layers():
     assert len(estimate_recipe(deep, arch).graphs) == len(estimate_recipe(recipe, arch).graphs)
     assert few < 50
     assert many < 2 * few
+
+
+def test_the_output_layer_takes_what_torchs_products_are_said_to_take():
+    recipe, arch = load_recipe("llama3_8b"), Arch.parse("sm_90")
+    m, t = recipe.model, recipe.train
+    shapes = {"x": ((m.seq_length * t.micro_batch, m.hidden_size), "bfloat16"), "weight": ((m.vocab_size // recipe.parallel.tensor, m.hidden_size), "bfloat16")}
+    found = layerplan.explain("linear", shapes, arch, engine="linear/torch")
+    regions = [found.candidates, *(candidates for _, candidates in found.backward)]
+    assert len(regions) == 3
+    seconds = sum(c.seconds for candidates in regions for c in candidates if c.chosen)
+    assert estimate_recipe(recipe, arch).outside_seconds == pytest.approx(seconds, rel=1e-6)
+    assert estimate_recipe(load_recipe("llama3_8b", ["plan.loss=chunked"]), arch).outside_seconds == 0.0
 
 
 def _cpu_ms(recipe, arch):

@@ -16,7 +16,7 @@ import torch
 
 import layerplan
 from layerplan.integration import ops
-from layerplan.integration.doctor import PACKAGES, VERSIONS
+from layerplan.integration.doctor import OPTIONAL, PACKAGES, VERSIONS
 from layerplan.integration.engines import packages
 from layerplan.integration.engines.manifest import BY_ID, MANIFEST
 from layerplan.integration.engines.packages import KNOWN_VERSIONS, distribution, locate
@@ -219,7 +219,24 @@ def test_flash_attn_4_alone_is_not_taken_for_flash_attn(ask):
 
     facts, _ = ask(fill)
     assert facts["packages"]["flash-attn-4"]["version"] == "4.0.0" and facts["packages"]["flash-attn-4"]["location"]
-    assert facts["packages"]["flash-attn"] == {"version": None, "location": None, "remark": None}
+    row = facts["packages"]["flash-attn"]
+    assert row["version"] is row["location"] is None and row["remark"].startswith("optional, for Transformer Engine")
+
+
+def test_an_absent_package_that_is_optional_says_what_it_is_for_and_how_it_is_installed_and_is_no_problem(ask):
+    def fill(folder):
+        for name in ("torch", "numpy"):
+            dist_info(folder, name, RIGHT[name])
+            code(folder, name)
+
+    facts, _ = ask(fill)
+    assert set(OPTIONAL) < set(PACKAGES) and facts["problems"] == []
+    for name, (purpose, extra) in OPTIONAL.items():
+        remark = facts["packages"][name]["remark"]
+        assert remark.startswith(f"optional, for {purpose}") and (extra is None or remark.endswith(f"pip install -c constraints.txt -e '.[{extra}]'"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for name, (_, extra) in OPTIONAL.items():  # the extra does bring it
+        assert extra is None or any(re.match(rf"{name}(\W|$)", line) for line in project["optional-dependencies"][extra])
 
 
 # ---- the same in a process that plans ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import itertools
 import os
@@ -70,7 +71,7 @@ def built(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_the_public_names_are_frozen():
-    assert layerplan.__all__ == ["Arch", "Policy", "__version__", "apply_policy", "compare", "explain", "ops", "plan", "report"]
+    assert layerplan.__all__ == ["Arch", "Policy", "__version__", "apply_policy", "compare", "explain", "ops", "plan", "report", "warm"]
     assert len(layerplan.__all__) <= 10
     assert dir(layerplan) == sorted(layerplan.__all__)
 
@@ -170,6 +171,25 @@ for name in [n for n in sys.modules if n.startswith("__editable__")]:
     code = f"{forget}sys.path.insert(0, {folder!r})\nsite.addsitedir({folder!r})\n" + SMOKE
     where, _ = python(code, cwd=tmp_path).stdout.split()
     assert Path(where).parent.name == "layerplan" and Path(where).parents[1].name == "tree"
+
+
+def test_the_editable_install_is_found_from_the_folder_that_a_checkout_of_the_packages_name_stands_in(tmp_path):
+    tree = copy_checkout(tmp_path / "layerplan")
+    python("from setuptools import build_meta as b; b.build_editable('..')", cwd=tree)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    # as for `python -c`: the current folder goes before all that is installed
+    folder = str(tmp_path / "site")
+    code = f"import site, sys\nassert sys.path[0] == ''\nsite.addsitedir({folder!r})\n" + SMOKE
+    where, _ = python(code, cwd=tmp_path).stdout.split()
+    assert Path(where) == tree / "layerplan" / "__init__.py"
+
+
+@pytest.mark.parametrize("start", ["import layerplan", "import runpy; runpy.run_module('layerplan', run_name='__main__')"])
+def test_an_older_python_is_told_which_one_is_needed(start, tmp_path):
+    done = python(f"import sys; sys.version_info = (3, 11, 9, 'final', 0); {start}", cwd=tmp_path, path=ROOT, check=False)
+    assert done.returncode == 1 and "ImportError: layerplan needs Python 3.12 or newer; this is 3.11 (" in done.stderr
+    assert ast.parse((ROOT / "layerplan" / "__init__.py").read_text(), feature_version=(3, 7)), "an older Python reads it"
 
 
 def test_the_script_starts_the_command_line(built):

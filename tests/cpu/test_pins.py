@@ -1,5 +1,6 @@
 """Plan files: what they pin, that a pin holds whatever ranking and grouping say, and what becomes of one that no longer fits."""
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -14,15 +15,18 @@ from layerplan.integration.engines.contract import Decline, Offer
 from layerplan.integration.engines.manifest import BY_ID
 from layerplan.integration.graph.ir import Dim, GraphBuilder
 from layerplan.integration.graph.ops.table import op_table
-from layerplan.integration.planner import plan_file
+from layerplan.integration.planner import plan_file, records
 from layerplan.integration.planner.cover import convex, grow
 from layerplan.integration.planner.plan_file import Pin, Pins, PlanFileError, pins_of
 from layerplan.integration.planner.planner import PlanError, plan
 from layerplan.integration.planner.policy import Policy
+from layerplan.integration.planner.report import report
 from layerplan.integration.planner.runner import Runner, WeightGrads
 from layerplan.integration.planner.shapes import SpecMaker
 from layerplan.modules.base import apply_policy
 from layerplan.modules.norm import Norm
+from layerplan.recipes import load_recipe
+from layerplan.recipes.estimate import estimate_recipe
 from tests.cases.graphs import LONG, T, bf16, needs_triton, sdpa
 from tests.cases.random_graphs import RandomGraph
 
@@ -320,6 +324,7 @@ def good():
     ({"cpu": {"k": good() | {"ops": ["add", "rms_nrom"]}}}, "no engine has an op 'rms_nrom'; did you mean 'rms_norm'?"),
     ({"cpu": {"k": good() | {"ops": ["add", "all_gather"]}}}, "no engine has an op 'all_gather'"),
     ({"cpu": {"k": good() | {"knobs": {"tile": {"m": 1}}}}}, "pin k: knob tile = {'m': 1}: must be a number"),
+    ({"cpu": {"k": good() | {"knobs": {"tile": float("nan")}}}}, "pin k: knob tile = nan: must be a number other than NaN"),
     ({"cpu": {"k": good() | {"knobs": {"tile": [[1]]}}}}, "pin k: knob tile = [[1]]"), ('{"format": ' + "[" * 100_000, "cannot be read"),
     ({"cpu": {"k": good() | {"edges": [[0, "y", 2, "x"]]}}}, "pin k: edge"), ({"cpu": {"k": good() | {"edges": ["y"]}}}, "pin k: edge"),
 ])  # fmt: skip
@@ -347,3 +352,58 @@ def test_reading_a_file_imports_neither_torch_nor_an_engine(tmp_path):
             "print([m for m in sys.modules if m == 'torch' or m.startswith('layerplan.kernels.')])")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# ---- how much of a plan file holds -----------------------------------------------------------------------------------
+
+
+def test_a_plan_says_how_many_pins_hold_and_why_none_does():
+    found = dataclasses.replace(estimate_recipe(load_recipe("llama3_8b"), SM90).pins(), source="plan.file = p.json")
+    n = len(found.rows)
+
+    def said(name, arch):
+        lines = str(estimate_recipe(load_recipe(name), arch, pins=found)).splitlines()
+        return next(line for line in lines if line.startswith("plan file"))
+
+    start = "plan file   plan.file = p.json: "
+    assert said("llama3_8b", SM90).startswith(f"{start}{n} of {n} pins for sm_90 hold here (")
+    assert said("gpt_tiny", SM90).startswith(f"{start}0 of {n} pins for sm_90 hold here (")
+    assert said("gpt_tiny", SM90).endswith("regions planned): they were written for another recipe, batch or parallel split")
+    assert said("llama3_8b", CPU) == f"{start}0 of {n} pins hold here: they are for sm_90, this plan is for cpu"
+
+
+def test_a_report_says_how_many_pins_hold(tmp_path):
+    model = Norm(8)
+    apply_policy(model, None)
+    model(torch.randn(3, 8, requires_grad=True)).sum().backward()
+    pins = pins_of(p for r in model.plan_runners() for p in r.plans())
+    plan_file.save(tmp_path / "p.json", pins)
+    apply_policy(model, None, pins=tmp_path / "p.json")
+    for width, many in ((8, len(pins.rows)), (None, 0)):
+        if width is None:
+            model = Norm(24)
+            apply_policy(model, None, pins=tmp_path / "p.json")
+        model(torch.randn(3, model.weight.numel(), requires_grad=True)).sum().backward()
+        (line,) = report(model).files
+        assert line.startswith(f"plan file {tmp_path / 'p.json'}: {many} of {len(pins.rows)} pins for cpu hold here (") and line in str(report(model))
+
+
+def test_records_in_the_place_of_a_plan_file_are_called_what_they_are(tmp_path):
+    file = tmp_path / "r.json"
+    records.save(file, records.Records())
+    with pytest.raises(PlanFileError, match=r"holds records of 'layerplan tune', not pins: plan\.records and records= take those"):
+        plan_file.load(file)
+
+
+def test_what_no_engine_may_run_is_said_in_the_words_of_the_policy_with_the_remedies_that_apply():
+    def message(policy):
+        with pytest.raises(PlanError) as caught:
+            plan(sdpa(LONG, sink=True), SM90, policy)
+        return str(caught.value)
+
+    strict, forced = message(Policy("strict")), message(Policy(engine="attention/torch_flash"))
+    assert strict.startswith("sdpa on sm_90 under policy strict: no engine may run it\n") and "Policy(" not in strict + forced
+    assert forced.startswith("sdpa on sm_90 with engine=attention/torch_flash: no engine may run it\n")
+    assert forced.splitlines()[-1] == "drop engine=" and strict.splitlines()[-1].startswith("set the policy auto")
+    both = message(Policy("strict", deterministic=True))
+    assert both.startswith("sdpa on sm_90 under policy strict, deterministic: ")

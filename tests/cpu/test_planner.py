@@ -10,7 +10,7 @@ import torch
 
 from layerplan.integration import ops
 from layerplan.integration.engines.arch import ARCHS
-from layerplan.integration.engines.contract import Offer
+from layerplan.integration.engines.contract import Offer, Pattern
 from layerplan.integration.engines.manifest import BY_ID, MANIFEST
 from layerplan.integration.graph.autodiff import differentiate
 from layerplan.integration.graph.ir import GraphBuilder, TensorSpec
@@ -134,14 +134,33 @@ def test_grown_regions_are_convex():
     assert len(grow(graph, graph.nodes[0], free, frozenset({"add", "linear"}))) == 3
 
 
-def test_chain_follows_producers_to_consumers_and_keeps_regions_convex():
+def test_a_chain_follows_producers_to_consumers():
     graph = layer()
     first = next(n for n in graph.nodes if n.op == "linear")
     free = {id(n) for n in graph.nodes}
-    found = cover.chain(graph, first, ("linear", "swiglu", "linear"), free)
+    (found,) = cover.matches(graph, first, Pattern.of(("linear", "swiglu", "linear")), free)
     assert [n.op for n in found] == ["linear", "swiglu", "linear"]
-    assert cover.chain(graph, first, ("linear", "rms_norm"), free) is None
-    assert region_of(graph, found).graph.inputs[1:] == ("w1", "w2")
+    assert not list(cover.matches(graph, first, Pattern.of(("linear", "rms_norm")), free))
+    region = region_of(graph, found)
+    assert region.graph.inputs[1:] == ("w1", "w2")
+    assert cover.fits(region, [("linear", "swiglu", "linear")]) and not cover.fits(region, [("linear", "linear", "swiglu")])
+
+
+def test_a_pattern_matches_by_its_values_whatever_the_order_and_the_node_it_is_sought_from():
+    b = GraphBuilder()
+    x = b.input("x", bf16(8, 16))
+    p, q = b.op("add", a=x, b=x), b.op("geglu", x=x)
+    graph = b.build([b.op("concat", a=q, b=p), b.op("add", a=p, b=x)])
+    free = {id(n) for n in graph.nodes}
+    by_port = Pattern(("concat", "add", "geglu"), ((1, "y", 0, "b"), (2, "y", 0, "a")))
+    for node in graph.nodes[:3]:
+        (found,) = cover.matches(graph, node, by_port, free)
+        assert [n.op for n in found] == ["add", "geglu", "concat"]
+    assert cover.fits(region_of(graph, found), [by_port])
+    crossed = Pattern(("concat", "add", "geglu"), ((1, "y", 0, "a"), (2, "y", 0, "b")))
+    assert not list(cover.matches(graph, graph.nodes[0], crossed, free))
+    assert not list(cover.matches(graph, graph.nodes[0], by_port, free - {id(graph.nodes[1])})), "that one is taken"
+    assert not list(cover.matches(graph, graph.nodes[3], by_port, free)), "the other add feeds no concat"
 
 
 def test_collectives_are_never_part_of_a_region_and_the_runner_issues_them_early():

@@ -253,7 +253,7 @@ def test_a_row_of_another_version_of_the_engines_package_does_not_count_and_that
             made = plan(graph, SM90, records=dataclasses.replace(found))
     assert cover_of(made) == [(("sdpa",), "attention/torch_cudnn")]
     assert [r.message for r in caplog.records] == [
-        f"the records: 2 records do not count: they are of torch 2.0.0, here it is {records.installed('torch')}; "
+        f"the records: 2 records of sm_90 do not count: they are of torch 2.0.0, here it is {records.installed('torch')}; "
         "run 'layerplan tune' again"
     ]
     assert all(
@@ -462,6 +462,13 @@ def test_a_file_holds_what_was_saved_and_newer_rows_replace_those_of_the_same_gp
     assert both.find("sm_90", key, "attention/torch_flash", ()) is None
 
 
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path):
+    (tmp_path / "r.json").mkdir()
+    with pytest.raises(OSError, match=r"r\.json"):
+        records.save(tmp_path / "r.json", NONE)
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
 GOOD = {
     "arch": "sm_90",
     "gpu": "NVIDIA H200",
@@ -496,15 +503,19 @@ def test_the_row_that_the_faults_are_made_from_is_right(tmp_path):
     ("change", "said"),
     [
         ({"arch": "sm_91"}, "record 0: arch = 'sm_91': must be one of sm_80"),
+        ({"arch": ["sm_90"]}, r"arch = \['sm_90'\]: must be a name"),
         ({"gpu": ""}, "gpu = '': must be a name"),
         ({"region": 3}, "region = 3: must be a name"),
         ({"ops": []}, r"ops = \[\]: must be names, at least one"),
         ({"engine": "linear/none"}, "engine = 'linear/none': is not in the manifest: linear/torch"),
         ({"knobs": {"tile": {}}}, "knobs = .*each must be a number"),
+        ({"knobs": {"tile": [float("nan")]}}, "knobs = .*each must be a number other than NaN"),
         ({"versions": {}}, "versions = {}: must hold the versions of torch"),
         ({"engine": "linear/quack"}, "versions = .*must hold the versions of quack-kernels"),
         ({"microseconds": 0.0}, "microseconds = 0.0: must be a number above 0, or null beside an error"),
         ({"microseconds": float("nan")}, "microseconds = nan"),
+        ({"microseconds": 10**400}, "microseconds = 1000"),
+        ({"quartiles": [3.0, 10**400]}, "quartiles = .*must be two numbers"),
         ({"microseconds": None}, "microseconds = None: must be a number above 0, or null beside an error"),
         ({"error": "failed"}, "microseconds = 3.5"),
         ({"quartiles": [4.0, 3.0]}, "quartiles = .*the lower first"),
@@ -534,3 +545,81 @@ def test_a_file_that_holds_no_records_is_refused(tmp_path, text, said):
         (tmp_path / "r.json").write_text(text)
     with pytest.raises(RecordsError, match=f"records file .*r.json: .*{said}"):
         records.load(tmp_path / "r.json")
+
+
+def test_rows_of_another_version_are_not_spoken_of_where_no_region_of_the_plan_or_another_arch_has_them(monkeypatch, caplog):
+    _, found = attention_records(cudnn=500.0, flash=1.0, versions={"torch": "2.0.0"}.items())
+    other = tuple(dataclasses.replace(r, arch="sm_100") for r in found.rows)
+    monkeypatch.setattr(records, "_said", set())
+    with caplog.at_level("WARNING", "layerplan"):
+        plan(in_a_row(), SM90, records=found)
+        plan(sdpa(LONG), SM90, records=Records(other))
+    assert not caplog.records
+
+
+# ---- what is said of them --------------------------------------------------------------------------------------------
+
+
+def _last_lines(recipe, arch, found):
+    lines = str(estimate_recipe(recipe, arch, records=found)).splitlines()
+    return next(line for line in lines if line.startswith("records")), lines[-1]
+
+
+def test_a_plan_says_how_many_regions_have_a_measured_time_and_what_its_time_is_made_of():
+    recipe = load_recipe("llama3_8b")
+    planned = estimate_recipe(recipe, SM90)
+    parts = [part for g in planned.graphs for part in (g.plan.forward, g.plan.backward)]
+    regions = {r.region.key(): r for part in parts for r in part.regions if r.engine != "runner"}
+    rows = tuple(row(r.region, r.engine, 100.0) for r in regions.values())
+    n = len(regions)
+    assert str(planned).endswith("a prediction from datasheet rates, without optimiser and communication")
+    said, time_line = _last_lines(recipe, SM90, Records(rows, "plan.records = r.json"))
+    assert said == f"records     plan.records = r.json: {n} of {n} regions have a measured time (H200)"
+    assert "the output layer: measured times, the output layer's predicted from datasheet rates" in time_line
+    some = tuple(r for r in rows if r.ops == ("rms_norm",))
+    said, time_line = _last_lines(recipe, SM90, Records(some))
+    many = int(said.partition(": ")[2].split()[0])
+    assert 0 < many < n and f"measured times of {many} of {n} regions, predictions from datasheet rates for the rest" in time_line
+    data = estimate_recipe(recipe, SM90, records=Records(some)).to_json()
+    assert (data["regions"], data["measured_regions"], data["pinned_regions"]) == (n, many, 0)
+
+
+def test_a_plan_says_where_none_of_the_records_is_for_it_and_why():
+    planned = estimate_recipe(load_recipe("llama3_8b"), SM90)
+    regions = [r for g in planned.graphs for r in g.plan.forward.regions if r.engine != "runner"]
+    found = NONE.merged(row(r.region, r.engine, 100.0) for r in regions)
+    n = len(found.rows)
+    said, time_line = _last_lines(load_recipe("gpt_tiny"), SM90, found)
+    assert said.endswith(f"none of its {n} records is for a region of this plan (arch sm_90; other sizes or parallel split)")
+    assert "datasheet rates" in time_line and "measured" not in time_line
+    said, _ = _last_lines(load_recipe("llama3_8b"), ARCHS["sm_100"], found)
+    assert said.endswith("records is for a region of this plan: they are of sm_90, this plan is for sm_100")
+    old = Records(tuple(dataclasses.replace(r, versions=tuple((p, "0") for p, _ in r.versions)) for r in found.rows))
+    said, _ = _last_lines(load_recipe("llama3_8b"), SM90, old)
+    assert "regions have a measured time: the rows of H200 are of other versions" in said
+
+
+def test_a_report_says_how_many_regions_have_a_measured_time(tmp_path):
+    def step():
+        model(torch.randn(8, 64, requires_grad=True)).sum().backward()
+
+    model = Norm(64)
+    apply_policy(model, None)
+    step()
+    (forward,) = (r for direction, _, r in model.plan_runners()[0].regions() if direction == "forward")
+    found = Records((row(forward.region, forward.engine, 5.0, arch="cpu", gpu="a CPU"),), "records file r.json")
+    apply_policy(model, None, records=found)
+    assert report(model).files == ()  # nothing has run
+    step()
+    assert report(model).files == ("records file r.json: 1 of 2 regions have a measured time (a CPU)",)
+    assert "records file r.json: 1 of 2 regions" in str(report(model))
+
+
+def test_a_plan_file_in_the_place_of_records_is_called_what_it_is(tmp_path):
+    file = tmp_path / "plan.json"
+    plan_file.save(file, plan_file.pins_of([plan(sdpa(LONG), SM90)]))
+    with pytest.raises(RecordsError, match=r"is a plan file, not records: plan\.file and pins= take those; write it anew with"):
+        records.load(file)
+    with pytest.raises(RecipeError) as caught:
+        load_records(load_recipe("gpt_tiny", [f"plan.records={file}"]))
+    assert str(caught.value).count("write it anew") == 1 and "is a plan file" in str(caught.value)

@@ -128,7 +128,7 @@ def test_text_of_a_report_folds_layers_that_run_alike_and_lists_every_decline(st
 def test_json_of_a_report_holds_every_row_with_its_declines(stepped):
     _, found = stepped
     data = json.loads(json.dumps(found.to_json()))
-    assert set(data) == {"rows", "not_run", "others", "boundaries"} and len(data["rows"]) == len(found.rows)
+    assert set(data) == {"rows", "not_run", "others", "boundaries", "files"} and len(data["rows"]) == len(found.rows)
     assert set(data["rows"][0]) == {"module", "kind", "direction", "ops", "arch", "engine", "policy", "why", "declined", "predicted_us",
                                     "measured_us", "share"}  # fmt: skip
     row = next(r for r in data["rows"] if r["module"] == "layers.0.core")
@@ -260,3 +260,30 @@ def test_plan_error_carries_every_candidate_with_its_reason():
     with pytest.raises(PlanError) as info:
         plan(graph, ARCHS["sm_90"], layerplan.Policy("strict"))
     assert [c.engine for c in info.value.candidates if c.reason] == [e.id for e in MANIFEST if "sdpa" in e.ops or e.is_reference]
+
+
+def test_an_engine_is_forced_only_where_it_runs_and_refused_where_it_has_no_code_for_the_op():
+    with pytest.raises(ValueError, match=r"rms_norm: engine = 'attention/fa4': has no code for rms_norm; use one of norm/torch"):
+        layerplan.explain("rms_norm", NORM, "sm_90", engine="attention/fa4")
+    # a policy may name one for other ops: this op then runs as usual
+    (chosen,) = [c for c in layerplan.explain("rms_norm", NORM, "sm_90", policy=layerplan.Policy(engine="attention/fa4")).candidates if c.chosen]
+    assert "forced" not in chosen.reason
+
+
+def test_explain_takes_dtypes_as_torch_has_them():
+    typed = {n: (size, getattr(torch, dtype)) for n, (size, dtype) in NORM.items()}
+    assert layerplan.explain("rms_norm", typed, "sm_90") == layerplan.explain("rms_norm", NORM, "sm_90")
+    with pytest.raises(ValueError, match="x = 'complex64': unknown dtype"):
+        layerplan.explain("rms_norm", typed | {"x": ((8, 1024), torch.complex64)}, "sm_90")
+
+
+def test_a_model_without_layerplans_modules_is_said_to_be_one():
+    model = torch.nn.Linear(3, 3)
+    assert str(layerplan.report(model)).startswith("no module of this model is layerplan's")
+    with pytest.raises(ValueError, match="apply_policy: model = Linear: holds no module of layerplan"):
+        layerplan.apply_policy(model, "auto")
+
+
+def test_a_policy_that_is_none_is_refused_by_its_name():
+    with pytest.raises(ValueError, match=r"^policy = 'fast': must be one of auto, strict, reference$"):
+        layerplan.explain("rms_norm", NORM, "sm_90", policy="fast")

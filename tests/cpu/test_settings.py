@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_list_of_variables_is_frozen():
     assert tuple(VARIABLES) == (
         "LAYERPLAN_CHECK", "LAYERPLAN_POLICY", "LAYERPLAN_DETERMINISTIC", "LAYERPLAN_LOG", "LAYERPLAN_RECORDS", "LAYERPLAN_NVTX",
+        "LAYERPLAN_CACHE",
     )  # fmt: skip
 
 
@@ -87,6 +88,8 @@ def test_an_unknown_variable_is_refused_with_the_close_name():
 
 
 def test_an_unknown_variable_without_a_close_name_lists_the_known_ones():
+    with pytest.raises(SettingsError, match="LAYERPLAN_FOO = '1': no such variable; known: LAYERPLAN_CHECK"):
+        Settings.from_env({"LAYERPLAN_FOO": "1"})  # only the prefix is like another's
     with pytest.raises(SettingsError) as error:
         Settings.from_env({"LAYERPLAN_QQQQQQQQQQQQ": "1"})
     assert all(name in str(error.value) for name in VARIABLES)

@@ -11,8 +11,8 @@ WARM_UPS = 3  # plans, compiled kernels and library handles exist before the cap
 
 
 def captured(step: Callable[[], Results]) -> Callable[[], Results]:
-    """``step`` (no arguments, a tuple of tensors) warmed up on a side stream and captured. The returned function replays it
-    and returns copies of its results: the next replay writes over the graph's own."""
+    """``step`` (no arguments, a tuple of tensors) warmed up on a side stream and captured. The returned function
+    replays it and returns copies of its results: the next replay writes over the graph's own."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

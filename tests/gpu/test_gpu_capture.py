@@ -27,9 +27,10 @@ KINDS = {
     "layer_norm": (((64, 256), (256,)), ("x", "weight"), lambda t: ops.layer_norm(*t, eps=1e-5)),
     "linear": (((64, 256), (128, 256), (128,)), ("x", "w", "bias"), lambda t: ops.linear(*t)),
     "attention": (((2, 128, 4, 64),) * 3, "qkv", lambda t: ops.attention(*t, causal=True)),
-    "attention_flash": (((2, 128, 4, 64),) * 3, "qkv", lambda t: ops.attention(*t, causal=True, engine="attention/torch_flash")),
+    "attention_flash": (((2, 128, 4, 64),) * 3, "qkv",
+                        lambda t: ops.attention(*t, causal=True, engine="attention/torch_flash")),
     "activation": (((64, 256),), ("gate_up",), lambda t: ops.swiglu(*t)),
-}
+}  # fmt: skip
 BLOCK = (2, 128, 256), (256,), (768, 256)
 
 
@@ -56,8 +57,8 @@ def test_captured_forward_and_backward_replay_on_new_data_bitwise_as_eager(kind)
 
 
 def test_captured_block_replays_on_new_data_bitwise_as_eager_given_its_attention_gradient():
-    """Norm, fused QKV and attention in one graph. Attention's gradient may differ where atomics sum it; what lies before it
-    is bitwise the eager gradient of the replayed one."""
+    """Norm, fused QKV and attention in one graph. Attention's gradient may differ where atomics sum it; what lies
+    before it is bitwise the eager gradient of the replayed one."""
     torch.manual_seed(0)
     t = [_bf16(*s) for s in BLOCK]
     dout = torch.randn_like(_heads(_front(*t)))

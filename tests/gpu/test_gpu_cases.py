@@ -11,10 +11,12 @@ from tests import oracle
 from tests.cases import faults
 from tests.cases.catalogue import declined, engines_for
 from tests.cases.reruns import same, watching
+from tests.gpu.memory import need
 
 # a generated kernel costs seconds per width and dtype; rows of one element it declines
 FEW = {faults.case_21_odd_unaligned_and_wide_rows: {"widths": (3, 769, 4097)}}
-ROWS = [(case, engine) for op, cases in faults.BY_OP.items() for case in cases for engine in (None, *engines_for(op, "cuda"))]
+ROWS = [(case, engine) for op, cases in faults.BY_OP.items() for case in cases
+        for engine in (None, *engines_for(op, "cuda"))]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r[0].__name__}-{r[1] or 'planner'}")
@@ -27,20 +29,14 @@ def test_fault_is_absent(row):
         pytest.skip(f"{engine} declines: {declined(error)}")
 
 
-def _big(gib):
-    free, _ = torch.cuda.mem_get_info()
-    if free < gib << 30:
-        pytest.skip(f"needs {gib} GiB of free GPU memory")
-
-
-# packed with head dim 96: torch's cuDNN entry takes no packed sequences, and the reference would hold every pair of 300001
-# queries and 101 keys in float32 many times over
+# packed with head dim 96: torch's cuDNN entry takes no packed sequences, and the reference would hold every pair of
+# 300001 queries and 101 keys in float32 many times over
 PACKED = [e for e in engines_for("sdpa", "cuda") if e not in ("attention/torch_cudnn", "reference/eager")]
 
 
 @pytest.mark.parametrize("engine", [None, *PACKED])
 def test_fault_09_gradient_that_is_a_slice_of_a_very_wide_tensor(engine):
-    _big(12)
+    need(12)
     heads, d, rows = 16, 96, 300001
     base = torch.empty(rows, 7200, dtype=torch.bfloat16, device="cuda")
     gen = torch.Generator(device="cuda").manual_seed(0)
@@ -50,11 +46,12 @@ def test_fault_09_gradient_that_is_a_slice_of_a_very_wide_tensor(engine):
     # only the last segment is looked at: the first one sees no key, which keeps the case short
     cu_k = torch.tensor([0, 0, 101], dtype=torch.int32, device="cuda")
     q = torch.randn(rows, heads, d, generator=gen, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    k, v = (torch.randn(101, heads, d, generator=gen, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    shape = 101, heads, d
+    k, v = (torch.randn(shape, generator=gen, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "kv")
     try:
         with watching() as ran:
-            out = ops.attention(q, k, v, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu_k, max_seqlen_q=299900, max_seqlen_k=101,
-                                engine=engine, policy="strict")  # fmt: skip
+            out = ops.attention(q, k, v, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu_k, max_seqlen_q=299900,
+                                max_seqlen_k=101, engine=engine, policy="strict")  # fmt: skip
     except PlanError as error:
         assert engine is not None, f"a kernel of torch must take it: {error}"
         pytest.skip(f"{engine} declines: {declined(error)}")
@@ -66,7 +63,7 @@ def test_fault_09_gradient_that_is_a_slice_of_a_very_wide_tensor(engine):
 
 @pytest.mark.parametrize("engine", [None, "norm/torch", "pointwise/inductor"])
 def test_fault_21_more_than_2_to_the_31_elements_in_a_norm(engine):
-    _big(24)
+    need(24)
     gen = torch.Generator(device="cuda").manual_seed(0)
     x = torch.empty(524289, 4096, dtype=torch.bfloat16, device="cuda").normal_(generator=gen)
     assert x.numel() > 2**31
@@ -78,7 +75,7 @@ def test_fault_21_more_than_2_to_the_31_elements_in_a_norm(engine):
 
 
 def test_fault_21_more_than_2_to_the_31_elements_in_an_activation_and_its_gradient():
-    _big(30)
+    need(30)
     gen = torch.Generator(device="cuda").manual_seed(0)
     x = torch.empty(524289, 4096, dtype=torch.bfloat16, device="cuda").normal_(generator=gen).requires_grad_()
     y = ops.swiglu(x)

@@ -13,6 +13,7 @@ from layerplan.integration.planner.policy import Policy
 from layerplan.kernels.attention import fa4_code
 from tests import oracle
 from tests.cases.catalogue import Declined, _attention_case, hold, plain_attention
+from tests.gpu.capture import captured
 
 ENGINES = [e for e in BY_ID if e.startswith("attention/fa4")]
 BF16 = torch.bfloat16
@@ -32,15 +33,18 @@ CASES = [
     _attention_case("window_both_192", (1, 300, 2, 192), (1, 300, 2, 192), window=(100, 50)),
     _attention_case("causal_long_keys", (1, 200, 4, 128), (1, 900, 2, 128), causal=True),
     _attention_case("one_query", (3, 1, 8, 128), (3, 700, 2, 128), causal=True),
-    *(_attention_case(f"d_{d}", (1, 300, 4, d), (1, 300, 2, d), causal=True) for d in (8, 40, 72, 96, 104, 160, 192, 208, 256)),
+    *(_attention_case(f"d_{d}", (1, 300, 4, d), (1, 300, 2, d), causal=True)
+      for d in (8, 40, 72, 96, 104, 160, 192, 208, 256)),
     _attention_case("mla", (1, 520, 4, 192), (1, 520, 4, 192), 128, causal=True),
     _attention_case("small_values", (1, 300, 4, 128), (1, 300, 4, 128), 64, causal=True),
     _attention_case("no_mask_128", (1, 300, 4, 128), (1, 300, 4, 128)),
     _attention_case("no_mask_96", (1, 300, 4, 96), (1, 300, 4, 96)),
     _attention_case("no_mask_192", (1, 300, 4, 192), (1, 300, 4, 192)),
     _attention_case("d_80_packed", (300, 4, 80), (300, 4, 80), cu=([0, 100, 290], [0, 150, 300]), causal=True),
-    _attention_case("packed_sink", (700, 8, 64), (700, 2, 64), cu=([0, 130, 131, 500, 640], [0, 130, 131, 500, 640]), causal=True, sink=True, lse=False),
-    _attention_case("packed_window", (700, 4, 128), (900, 4, 128), cu=([0, 200, 200, 700], [0, 300, 301, 880]), causal=True, window=(90, None)),
+    _attention_case("packed_sink", (700, 8, 64), (700, 2, 64), cu=([0, 130, 131, 500, 640],) * 2, causal=True,
+                    sink=True, lse=False),
+    _attention_case("packed_window", (700, 4, 128), (900, 4, 128), cu=([0, 200, 200, 700], [0, 300, 301, 880]),
+                    causal=True, window=(90, None)),
     _attention_case("packed_d_256", (400, 4, 256), (400, 2, 256), cu=([0, 3, 250, 400], [0, 3, 250, 400]), causal=True),
     _attention_case("packed_all", (400, 4, 96), (300, 4, 96), cu=([0, 100, 390], [0, 150, 300])),
 ]  # fmt: skip
@@ -106,35 +110,23 @@ def _inputs(*shapes, seed=0):
 
 
 def _packed(q, k, v, cu):
-    return ops.attention(
-        q,
-        k,
-        v,
-        causal=True,
-        cu_seqlens_q=cu,
-        cu_seqlens_k=cu,
-        max_seqlen_q=512,
-        max_seqlen_k=512,
-        engine="attention/fa4",
-    )
+    segments = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=512, max_seqlen_k=512)
+    return ops.attention(q, k, v, causal=True, **segments, engine="attention/fa4")
 
 
 def test_token_counts_compile_nothing():
     before = None
     for s in (300, 2, 63, 64, 65, 127, 128, 129, 1025):
-        hold(
-            _attention_case(f"{s}", (2, s, 4, 64), (2, s + 3, 2, 64), causal=True), "cuda", BF16, engine="attention/fa4"
-        )
+        case = _attention_case(f"{s}", (2, s, 4, 64), (2, s + 3, 2, 64), causal=True)
+        hold(case, "cuda", BF16, engine="attention/fa4")
         before = before or len(fa4_code._compiled)
         assert len(fa4_code._compiled) == before, f"{s} tokens compiled something"
 
 
 def test_packed_launches_wait_for_nothing():
     q, k, v = _inputs((512, 8, 128), (512, 2, 128), (512, 2, 128))
-    cu, dout = (
-        torch.tensor([0, 100, 100, 480], dtype=torch.int32, device="cuda"),
-        torch.randn(512, 8, 128, device="cuda", dtype=BF16),
-    )
+    cu = torch.tensor([0, 100, 100, 480], dtype=torch.int32, device="cuda")
+    dout = torch.randn(512, 8, 128, device="cuda", dtype=BF16)
     torch.autograd.grad(_packed(q, k, v, cu), (q, k, v), dout)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -146,36 +138,21 @@ def test_packed_launches_wait_for_nothing():
 
 def test_one_captured_graph_serves_other_segments():
     q, k, v = _inputs((512, 8, 128), (512, 2, 128), (512, 2, 128))
-    cu, dout = (
-        torch.tensor([0, 100, 300, 512, 512], dtype=torch.int32, device="cuda"),
-        torch.randn(512, 8, 128, device="cuda", dtype=BF16),
-    )
+    cu = torch.tensor([0, 100, 300, 512, 512], dtype=torch.int32, device="cuda")
+    dout = torch.randn(512, 8, 128, device="cuda", dtype=BF16)
 
     def step():
         out = _packed(q, k, v, cu)
         return (out, *torch.autograd.grad(out, (q, k, v), dout))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    replay = captured(step)
     for ends in ([0, 1, 7, 7, 7], [0, 128, 256, 384, 512], [0, 0, 512, 512, 512], [0, 50, 130, 400, 411]):
         cu.copy_(torch.tensor(ends, dtype=torch.int32))
-        graph.replay()
-        replayed = [x.clone() for x in captured]
-        for i, (a, b) in enumerate(zip(replayed, step(), strict=True)):
+        for i, (a, b) in enumerate(zip(replay(), step(), strict=True)):
             what = f"{ends}, result {i}"
             assert not a[ends[-1] :].any(), f"{what}: rows behind the last segment"
-            near = {
-                "atol": 2 * oracle.ulp(BF16, float(b.abs().max())),
-                "rtol": 2e-2,
-            }  # sums by atomics: a rounding apart
-            torch.testing.assert_close(a, b, **near, msg=lambda m, what=what: f"{what}: {m}")
+            near = 2 * oracle.ulp(BF16, float(b.abs().max()))  # sums by atomics: a rounding apart
+            torch.testing.assert_close(a, b, atol=near, rtol=2e-2, msg=lambda m, what=what: f"{what}: {m}")
 
 
 REPEATED = {
@@ -199,9 +176,8 @@ def test_reruns_of_the_deterministic_engine_are_bitwise_equal(name):
     given = {k: v for k, v in options.items() if k != "cu"}
     dout, first = None, None
     for run in range(10):
-        out = ops.attention(
-            *t, **given, **extra, policy=Policy(deterministic=True, engine="attention/fa4_deterministic")
-        )
+        policy = Policy(deterministic=True, engine="attention/fa4_deterministic")
+        out = ops.attention(*t, **given, **extra, policy=policy)
         dout = torch.randn_like(out) if dout is None else dout
         oracle.poison(*t)
         got = (out, *torch.autograd.grad(out, t, dout))

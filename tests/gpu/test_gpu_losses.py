@@ -1,4 +1,4 @@
-"""The loss in chunks of tokens on the GPU: several chunks, odd numbers of classes and tokens, both engines of a chunk."""
+"""The loss in chunks of tokens on the GPU: several chunks, also of an odd number of tokens, both engines of a chunk."""
 
 import pytest
 import torch

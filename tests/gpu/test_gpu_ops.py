@@ -1,4 +1,5 @@
-"""Every op, forward and backward, on every GPU engine: against float64, with odd sizes, strides, offsets and no rows."""
+"""Every op, forward and backward, on every GPU engine: against float64, with odd sizes, strides, offsets and no
+rows."""
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from tests.cases.catalogue import BY_ID, CASES, LARGE, Declined, declined, engin
 from tests.cases.taken import must_take
 
 # a generated kernel costs seconds a region: each kind of region once
-GENERATED = ("rms_norm-odd_769", "rms_norm-fp32_weight_all", "layer_norm-bias_zero_centred", "rms_norm-no_rows", "swiglu-clamp_weights",
-             "swiglu-large", "geglu-plain", "rope-partial_interleaved", "rope-batch_positions", "bias_dropout_add-bias", "cross_entropy-plain",
-             "cross_entropy-large")  # fmt: skip
+GENERATED = ("rms_norm-odd_769", "rms_norm-fp32_weight_all", "layer_norm-bias_zero_centred", "rms_norm-no_rows",
+             "swiglu-clamp_weights", "swiglu-large", "geglu-plain", "rope-partial_interleaved", "rope-batch_positions",
+             "bias_dropout_add-bias", "cross_entropy-plain", "cross_entropy-large")  # fmt: skip
 PLAIN = [(c.id, d, e) for c in (*CASES, *LARGE) for d in c.dtypes for e in engines_for(c.op, "cuda", inductor=False)
          if not (e.startswith("reference/") and c in LARGE)]  # fmt: skip
 ROWS = PLAIN + [(c, torch.bfloat16, "pointwise/inductor") for c in GENERATED]
-PLACED = [(c.id, how, e) for c in CASES for how in ("strided", "offset") for e in engines_for(c.op, "cuda", inductor=False) if not e.startswith("reference/")]
+PLACED = [(c.id, how, e) for c in CASES for how in ("strided", "offset")
+          for e in engines_for(c.op, "cuda", inductor=False) if not e.startswith("reference/")]  # fmt: skip
 PLACED += [(c, how, "pointwise/inductor") for c in GENERATED[:10] for how in ("strided", "offset")]
 
 
@@ -93,12 +95,14 @@ def test_recompute_of_an_activation_is_bitwise_invisible():
 
     def build(x, g, w1, w2):
         b, s = GraphBuilder(), SpecMaker()
-        i = [b.input(n, s(t, p), weight=n != "x") for n, t, p in (("x", x, "*t h!"), ("g", g, "h!"), ("w1", w1, "f! h!"), ("w2", w2, "h! e!"))]
+        given = (("x", x, "*t h!"), ("g", g, "h!"), ("w1", w1, "f! h!"), ("w2", w2, "h! e!"))
+        i = [b.input(n, s(t, p), weight=n != "x") for n, t, p in given]
         y = b.op("rms_norm", x=i[0], weight=i[1])
         return b.build([b.op("linear", x=b.op("swiglu", x=b.op("linear", x=y, weight=i[2])), weight=i[3])])
 
     gen = torch.Generator().manual_seed(0)
-    t = [torch.randn(s, generator=gen).to("cuda", torch.bfloat16).requires_grad_() for s in ((300, 256), (256,), (512, 256), (256, 256))]
+    shapes = (300, 256), (256,), (512, 256), (256, 256)
+    t = [torch.randn(s, generator=gen).to("cuda", torch.bfloat16).requires_grad_() for s in shapes]
     got = []
     for recompute in (frozenset(), frozenset({"swiglu", "rms_norm"})):
         out = Runner(build, ("x", "g", "w1", "w2"), policy=Policy(), recompute=recompute)(*t)
@@ -120,7 +124,8 @@ def test_main_grad_is_accumulated_in_float32(dtype):
     x = torch.randn(777, 520, generator=gen).to("cuda", dtype)
     dy = torch.randn(777, 264, generator=gen).to("cuda", dtype)
     ops.linear(x, w)  # builds the runner
-    runner = next(r for k, r in ops._runners.items() if k[0] == "linear" and r.names == ("x", "weight") and r.policy.engine is None)
+    linears = (r for k, r in ops._runners.items() if k[0] == "linear" and r.names == ("x", "weight"))
+    runner = next(r for r in linears if r.policy.engine is None)
     runner(x, w, sink=WeightGrads({1: w}, fuse=True)).backward(dy)
     truth = start.float().double() + dy.double().cpu().T @ x.double().cpu()
     # in the same dtype: tensor cores on 16-bit operands, whose float32 sums are coarser than a float32 product's

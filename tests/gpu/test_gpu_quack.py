@@ -16,6 +16,7 @@ from tests import oracle
 from tests.cases import catalogue, faults
 from tests.cases.graphs import mlp
 from tests.gpu.capture import captured, new_data
+from tests.gpu.memory import need
 
 pytestmark = pytest.mark.skipif(not locate("quack").here, reason="needs quack-kernels")
 BF16 = torch.bfloat16
@@ -23,12 +24,6 @@ BF16 = torch.bfloat16
 
 def _gen(seed=0):
     return torch.Generator(device="cuda").manual_seed(seed)
-
-
-def _big(gib):
-    free, _ = torch.cuda.mem_get_info()
-    if free < gib << 30:
-        pytest.skip(f"needs {gib} GiB of free GPU memory")
 
 
 @pytest.mark.parametrize("width", [6, 770, 3584, 4098, 16384, 53248, 65536])
@@ -46,7 +41,7 @@ def test_float32_residual_that_the_kernel_adds_itself(op, width):
 
 @pytest.mark.parametrize("op", [ops.rms_norm, ops.layer_norm])
 def test_fault_21_more_than_2_to_the_31_elements_in_a_norm_and_its_gradient(op):
-    _big(24)
+    need(24)
     x = torch.empty(524289, 4096, dtype=BF16, device="cuda").normal_(generator=_gen()).requires_grad_()
     w = torch.randn(4096, generator=_gen(1), device="cuda", dtype=BF16)
     y = op(x, w, eps=1e-5, engine="norm/quack")
@@ -86,7 +81,7 @@ def test_loss_of_rows_in_which_whole_blocks_see_nothing_but_minus_infinity(dtype
 
 
 def test_fault_21_more_than_2_to_the_31_logits():
-    _big(16)
+    need(16)
     rows, classes = 16750, 128256
     assert rows * classes > 2**31
     x = torch.empty(rows, classes, dtype=BF16, device="cuda").normal_(generator=_gen()).requires_grad_()
@@ -121,7 +116,7 @@ def test_rope_of_slices_of_one_qkv_tensor_in_both_layouts(half, interleaved):
 
 
 def test_fault_21_more_than_2_to_the_31_elements_in_a_rope():
-    _big(12)
+    need(12)
     x = torch.empty(131072, 129, 128, dtype=BF16, device="cuda").normal_(generator=_gen())
     assert x.numel() > 2**31
     angle = torch.rand(131072, 64, generator=_gen(1), device="cuda")
@@ -145,16 +140,11 @@ def test_main_grad_is_accumulated_in_float32_wherever_it_lies(dtype, offset):
     start = torch.randn(264, 520, generator=gen)
     w.main_grad, buffer = oracle.guarded(start.cuda(), offset)
     w.grad_added_to_main_grad = False
-    x, dy = (
-        torch.randn(777, 520, generator=gen).to("cuda", dtype),
-        torch.randn(777, 264, generator=gen).to("cuda", dtype),
-    )
-    ops.linear(x, w, engine="linear/quack")
-    runner = next(
-        r
-        for k, r in ops._runners.items()
-        if k[0] == "linear" and r.names == ("x", "weight") and r.policy.engine == "linear/quack"
-    )
+    x = torch.randn(777, 520, generator=gen).to("cuda", dtype)
+    dy = torch.randn(777, 264, generator=gen).to("cuda", dtype)
+    ops.linear(x, w, engine="linear/quack")  # builds the runner
+    linears = (r for k, r in ops._runners.items() if k[0] == "linear" and r.names == ("x", "weight"))
+    runner = next(r for r in linears if r.policy.engine == "linear/quack")
     runner(x, w, sink=WeightGrads({1: w}, fuse=True)).backward(dy)
     truth = start.double() + dy.double().cpu().T @ x.double().cpu()
     peer = start.cuda() + torch.mm(dy.T, x, out_dtype=torch.float32)
@@ -191,12 +181,8 @@ def test_swiglu_and_its_gradient_in_the_epilogue_of_the_products_before_them(tok
     assert any(r.engine == "linear_swiglu/quack" for r in made.forward.regions), str(made)
     with torch.no_grad():
         oracle.poison(y)
-        oracle.compare(
-            Runner(mlp, ("x", "w1", "w2"), policy=Policy())(*(x.detach() for x in t)),
-            results[0][0],
-            results[1][0],
-            "inference",
-        )
+        alone = Runner(mlp, ("x", "w1", "w2"), policy=Policy())(*(x.detach() for x in t))
+    oracle.compare(alone, results[0][0], results[1][0], "inference")
 
 
 def _angles(x):

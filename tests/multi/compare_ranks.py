@@ -92,6 +92,7 @@ def faulty() -> dict[str, dict[str, Any]]:
 def refused() -> dict[str, dict[str, Any]]:
     return {
         "recipe": run("auto", "megatron", "plan.policy=strict", "parallel.tensor=2", "model.attention_dropout=0.1"),
+        "drawn": run("megatron", "auto", "model.hidden_dropout=0.1", "plan.fuse_residual=true"),
         "field": run("auto", "reference", "model.num_layres=2"),
         "both": run("megatron", "megatron"),
         "text": run("auto", "fastest"),

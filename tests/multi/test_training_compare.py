@@ -94,6 +94,7 @@ def test_what_cannot_be_compared_is_refused_by_name():
             "parallel.tensor * parallel.pipeline = 2",
             "model.attention_dropout = 0.1",
         ),
+        "drawn": ("model.hidden_dropout = 0.1: Megatron's layers draw other masks; set model.hidden_dropout=0",),
         "field": ("num_layres", "num_layers"),
         "both": ("both sides are Megatron's own layers",),
         "text": ("'fastest': must be one of auto, strict, reference",),

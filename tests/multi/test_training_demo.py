@@ -63,9 +63,11 @@ def test_the_whole_path_prepares_plans_trains_resumes_draws_and_completes(demo):
     assert found["status"] == 0, found["err"][-2000:]
     heads = [line for line in found["out"].splitlines() if line.startswith("== ")]
     assert [re.sub(r"\s+\(\d+ s\)", "", h) for h in heads] == [
-        "== 1. prepare the standard library's sources", "== 2. what the run will be", "== 3. train", "== 4. resume", "== 5. loss curve",
+        "== 1. prepare the standard library's sources", "== 2. what the run will be", "== 3. train as far as step 51 of 60",
+        "== 4. resume and train to step 60", "== 5. loss curve",
         "== 6. complete a prompt", "== done"]  # fmt: skip
     assert "6 documents" in found["out"] and "rms_norm" in found["out"] and "60 steps in about" in found["out"]
+    assert re.findall(r"(\d+) steps = ", found["out"]) == ["60"], "what the run will be is said once, and is what is run"
     assert "resumed at step 51 from" in found["err"]
     rows = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == list(range(1, 61)) and rows[-1]["loss"] < 0.75 * rows[0]["loss"]

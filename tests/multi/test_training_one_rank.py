@@ -109,7 +109,7 @@ def test_completions_are_the_same_for_the_same_seed_and_bad_requests_are_refused
     assert found["greedy"][0] == found["greedy"][1] and found["greedy"][0]
     assert found["seeded"][0] == found["seeded"][1] != found["other_seed"]
     assert all(name in found["empty"] for name in ("prompt", "max_new_tokens", "temperature"))
-    assert "holds no whole checkpoint" in found["nothing"]
+    assert "holds no whole checkpoint" in found["nothing"] and "none': no such folder" in found["no_folder"]
 
 
 # ---- plan files ------------------------------------------------------------------------------------------------------

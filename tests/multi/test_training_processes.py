@@ -146,5 +146,4 @@ def test_a_dry_run_says_what_the_run_would_be_and_refuses_what_it_cannot_be(tmp_
     assert "did you mean train.steps?" in said and "optimizer.lr = 'x': must be a finite number" in said
     assert "/nowhere/x.idx: no such file" in said and "/nowhere/x.tokenizer.json" not in said and "plan.file = '/nowhere/p.json': no such file" in said
     assert "validation  off" in said and "validation  every 50 steps on 8 batches = 64 sequences" in said
-    assert f"plan file   {tmp_path / 'pins.json'}: {len(rows)} pins for cpu" in said
     assert "pins attention/torch_cpu" in said and "has no code for linear" in said and "set plan.file=none" in said

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 WORDS = ("graph", "plan", "node", "engine", "norm", "weight", "scale", "token", "layer", "rank", "step", "loss")
@@ -209,7 +210,8 @@ def completions(checkpoint: Path) -> dict:
 
     return {"greedy": [text(temperature=0), text(temperature=0)], "seeded": [text(seed=3), text(seed=3)], "other_seed": text(seed=4),
             "empty": refused(lambda: complete(checkpoint, "", max_new_tokens=0, temperature=-1)),
-            "nothing": refused(lambda: complete(checkpoint / "none", "x"))}  # fmt: skip
+            "no_folder": refused(lambda: complete(checkpoint / "none", "x")),
+            "nothing": refused(lambda: complete(Path(tempfile.mkdtemp(dir=checkpoint.parent)), "x"))}  # fmt: skip
 
 
 def refused(action) -> str:

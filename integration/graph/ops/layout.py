@@ -25,8 +25,10 @@ def _split_infer(specs, attrs):
 def _split_reference(t, attrs, want):
     x, g, n, d = t["x"], attrs["groups"], attrs["queries_per_group"], attrs["head_dim"]
     mixed = x.reshape(*x.shape[:-1], g, n + 2, d)
-    q = mixed.narrow(-2, 0, n).reshape(*x.shape[:-1], g * n, d)
-    return {"q": q, "k": mixed.select(-2, n), "v": mixed.select(-2, n + 1)}
+    views = {"k": mixed.select(-2, n), "v": mixed.select(-2, n + 1)}
+    if "q" in want:  # a copy where several groups have several queries
+        views["q"] = mixed.narrow(-2, 0, n).reshape(*x.shape[:-1], g * n, d)
+    return views
 
 
 def _split_gradient(g):

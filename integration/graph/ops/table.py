@@ -109,7 +109,7 @@ class Op:
         return 0 if self.kind == "layout" else sum(s.numel() for s in outputs.values()), nbytes
 
 
-_FAMILIES = ("elementwise", "norm", "linear", "layout", "rope", "attention", "activation", "loss", "collectives")
+_FAMILIES = ("elementwise", "norm", "linear", "layout", "rope", "attention", "activation", "loss", "quantize", "collectives")
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Compiled kernels of our own: what names them, where they are kept, how they are made and loaded."""

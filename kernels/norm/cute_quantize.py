@@ -1,0 +1,210 @@
+"""RMSNorm and LayerNorm together with the quantize that reads their result, on our own kernels (sm80/quantized.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ...integration.engines.arch import Arch
+from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Kernel, Offer, Region
+from ...integration.graph.ir import ITEMSIZE
+from ..common import quantized
+from ..common.rows import dtype_reason, fresh, rows, step_of, vector
+from . import config
+
+_DEVICE = "layerplan.kernels.norm.sm80.quantized"
+_VECTORS, _NUMBERS, _MATRICES = ("weight", "bias"), ("mean", "rstd"), ("y", "residual_out")
+
+
+class CuteNormQuantize(Engine):
+    """A norm of x [..., n] and the quantize of y, which is rounded to x's dtype first and reaches memory only where
+    others read it. With a transposed copy there are two kernels: residual sum and statistics, then tiles of 128 x
+    128."""
+
+    id = "norm_quantize/cute"
+    patterns = (("rms_norm", "quantize"), ("layer_norm", "quantize"))
+
+    def match(self, region: Region, arch: Arch) -> Offer | Decline:
+        if (reason := _reason(region)) is not None:
+            return Decline(reason)
+        return self._offer(region, config.quantize_knobs(_rows(region)))
+
+    def offer_with(self, region: Region, arch: Arch, knobs: tuple[tuple[str, object], ...]) -> Offer | Decline:
+        if (reason := _reason(region)) is not None:
+            return Decline(reason)
+        chosen = config.given_knobs(config.ForwardKnobs, knobs)
+        if isinstance(chosen, str):
+            return Decline(chosen)
+        given = _rows(region)
+        reason = config.knob_reason(chosen, given, arch)
+        if reason is None and chosen.threads * given.step < 128:
+            least = 128 // given.step
+            reason = f"threads = {chosen.threads}: lanes of a block of 128 values are of one row, so {least} or more"
+        return Decline(reason) if reason is not None else self._offer(region, chosen)
+
+    def _offer(self, region: Region, knobs: config.ForwardKnobs) -> Offer:
+        items, both = tuple(dataclasses.asdict(knobs).items()), _transposed(region)
+        return Offer(
+            efficiency=0.62 if both else 0.72,
+            launches=1 + both,
+            host_us=18,
+            knobs=items,
+            workspace_bytes=_workspace(region),
+            ahead_of_time=True,
+        )
+
+    def kernels(self, region: Region, arch: Arch, offer: Offer) -> tuple[Kernel, ...]:
+        norm, quantize = region.nodes
+        given, knobs = _rows(region), dict(offer.knobs)
+        dtypes = {p: s and s.dtype for p in _VECTORS for s in (_spec(region, p),)}
+        offset = 1.0 if norm.attr("zero_centered") and given.weight else 0.0
+        scaled = quantized.constants(quantize, _wanted(region), given.width)
+        both = scaled.pop("transposed")
+        del scaled["width"], scaled["vector"]
+        constants = {"layer": given.layer, "width": given.width, "step": given.step, "x": given.dtype, **dtypes,
+                     "residual": norm.input("residual") is not None, "offset": offset, **knobs,
+                     "blocks": knobs["blocks"] * arch.sms, **scaled}  # fmt: skip
+        if both:
+            del constants["hold_weight"]
+            return (
+                Kernel(f"{_DEVICE}:both_ways", tuple((constants | {"overlap": arch.capability >= (9, 0)}).items())),
+            )
+        constants["outputs"] = sorted(p for p in (*_MATRICES, *_NUMBERS) if norm.output(p) in region.graph.outputs)
+        return (Kernel(f"{_DEVICE}:row_wise", tuple(constants.items())),)
+
+    def build(self, ctx: BuildContext) -> CompiledRegion:
+        (kernel,) = self.kernels(ctx.region, ctx.arch, ctx.offer)
+        make = _both_ways if _transposed(ctx.region) else _row_wise
+        return CompiledRegion(make(ctx.region, ctx.compile(kernel)))
+
+
+def _spec(region: Region, port: str):
+    """Spec of an input port of the norm, None where it is not connected."""
+    value = region.nodes[0].input(port)
+    return None if value is None else region.graph.specs[value]
+
+
+def _transposed(region: Region) -> bool:
+    return bool({"data_t", "scale_inv_t"} & set(_wanted(region)))
+
+
+def _wanted(region: Region) -> tuple[str, ...]:
+    """Output ports of the quantize that others read."""
+    return tuple(p for p, v in region.nodes[1].outputs if v in region.graph.outputs)
+
+
+def _reason(region: Region) -> str | None:
+    """Why the kernels cannot take the region, None where they can."""
+    if region.ops not in CuteNormQuantize.patterns:
+        return "takes a norm with the quantize that reads it"
+    norm, quantize = region.nodes
+    x = _spec(region, "x")
+    if quantize.input("x") != norm.output("y"):
+        return "the quantize reads another value than y"
+    reason = dtype_reason(**{p: _spec(region, p) for p in ("x", *_VECTORS)}) or quantized.size_reason(
+        x.shape[:-1], x.shape[-1], x
+    )
+    if reason is not None:
+        return reason
+    if x.shape[-1] % quantized.EDGE:
+        return (
+            f"rows of {x.shape[-1]} values: the kernels take {quantized.EDGE} at once, and this does not divide by them"
+        )
+    if x.shape[-1] > config.WIDEST:
+        return f"rows of {x.shape[-1]} values: a block's registers hold {config.WIDEST} at most"
+    if _transposed(region) and norm.output("y") in region.graph.outputs:
+        return "others read y, which the kernels with a transposed copy do not store"
+    return None
+
+
+def _rows(region: Region) -> config.Rows:
+    x, weight = _spec(region, "x"), _spec(region, "weight")
+    return config.Rows(
+        width=x.shape[-1], step=step_of(x.shape[-1], x.dtype), dtype=x.dtype, weight=weight and weight.dtype,
+        tensors=1 + (_spec(region, "residual") is not None), layer=region.nodes[0].op == "layer_norm",
+    )  # fmt: skip
+
+
+def _workspace(region: Region) -> int:
+    """Bytes of what the second kernel reads and nobody else wants."""
+    if not _transposed(region):
+        return 0
+    norm, x = region.nodes[0], _spec(region, "x")
+    rows, need = x.numel() // x.shape[-1], {"rstd": 4, "mean": 4 * _rows(region).layer}
+    need["residual_out"] = x.shape[-1] * ITEMSIZE[x.dtype] * (norm.input("residual") is not None)
+    return rows * sum(size for p, size in need.items() if norm.output(p) not in region.graph.outputs)
+
+
+class _Host:
+    """What both launches share: where inputs are, which outputs are made, and in which order they are returned."""
+
+    def __init__(self, region: Region, always: tuple[str, ...], together: int) -> None:
+        """``always``: what is made even where nobody reads it; ``together``: elements of an access to weight and bias."""
+        graph, (norm, quantize) = region.graph, region.nodes
+        given = _rows(region)
+        self.width, self.step, self.together, self.eps = given.width, given.step, together, float(norm.attr("eps"))
+        self.at = {p: graph.inputs.index(v) for p, v in norm.inputs}
+        self.scale = None if quantize.input("scale") is None else graph.inputs.index(quantize.input("scale"))
+        kept = {p for p, v in norm.outputs if v in graph.outputs} | set(always)
+        self.matrices, self.numbers = [p in kept for p in _MATRICES], [p in kept for p in _NUMBERS]
+        want = _wanted(region)
+        self.make = quantized.maker(quantize, want, given.width)
+        names = {v: p for node in region.nodes for p, v in node.outputs}
+        order = (*_MATRICES, *_NUMBERS, *quantized.PORTS)
+        self.order = [order.index(names[v]) for v in graph.outputs]
+
+    def vectors(self, t) -> list:
+        return [None if (i := self.at.get(p)) is None else vector(t[i], self.together) for p in _VECTORS]
+
+    def made(self, x: torch.Tensor) -> list:
+        """y, residual_out, mean, rstd, None where not kept, and the quantized outputs."""
+        numbers = [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if keep else None for keep in self.numbers]
+        return [*(fresh(x) if keep else None for keep in self.matrices), *numbers, *self.make(x, x.shape[:-1])]
+
+    def views(self, made: list) -> list:
+        """The first four as rows."""
+        return [None if m is None else m.view(-1, self.width if i < 2 else 1) for i, m in enumerate(made[:4])]
+
+    def result(self, made: list):
+        return made[self.order[0]] if len(self.order) == 1 else tuple([made[i] for i in self.order])
+
+
+def _row_wise(region: Region, kernel):
+    host = _Host(region, (), _rows(region).step)
+    ix, ir = host.at["x"], host.at.get("residual")
+
+    def launch(*t):
+        x, scale = t[ix], None if host.scale is None else t[host.scale]
+        made = host.made(x)
+        data, scale_inv, _, _, amax = quantized.addresses(made[4:])
+        if x.numel():
+            residual = None if ir is None else rows(t[ir], host.width, host.step)
+            kernel(rows(x, host.width, host.step), *host.vectors(t), residual, *host.views(made), data, scale_inv,
+                   0 if scale is None else scale.data_ptr(), amax, host.eps)  # fmt: skip
+        else:
+            quantized.fill_empty(made[4:], scale)
+        return host.result(made)
+
+    return launch
+
+
+def _both_ways(region: Region, kernel):
+    residual = _spec(region, "residual") is not None
+    always = ("rstd", *(["mean"] if _rows(region).layer else []), *(["residual_out"] if residual else []))
+    host = _Host(region, always, quantized.EDGE)
+    ix, ir = host.at["x"], host.at.get("residual")
+
+    def launch(*t):
+        x, scale = t[ix], None if host.scale is None else t[host.scale]
+        made = host.made(x)
+        *addresses, amax = quantized.addresses(made[4:])
+        if x.numel():
+            residual = None if ir is None else rows(t[ir], host.width, host.step)
+            kernel(rows(x, host.width, host.step), *host.vectors(t), residual, *host.views(made)[1:], *addresses,
+                   0 if scale is None else scale.data_ptr(), amax, host.eps)  # fmt: skip
+        else:
+            quantized.fill_empty(made[4:], scale)
+        return host.result(made)
+
+    return launch

@@ -1,0 +1,275 @@
+"""Device code: rms_norm and layer_norm with the quantize that reads y (integration/graph/ops/norm.py and quantize.py
+are the law): y is rounded to x's dtype and quantised from that, with the same bits as from memory.
+
+Without a transposed copy it is one pass: a block of scales lies along a row, in neighbouring lanes of one warp. The
+transposed copy has blocks along columns, so a block of threads needs 128 rows at once, whose statistics must be known:
+a first kernel adds the residual and leaves the statistics, a second one takes tiles of 128 x 128. It goes from the last
+row to the first, for the last ones are still in L2.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.arch.nvvm_wrappers import inline_ptx
+
+from ...common import device as d
+from ...common import fp8
+from ...common import words as w
+from ...common.quantize_tile import SIDE, THREADS, QuantizeTile
+from ...common.row_tiles import Tiles
+from .forward import Forward, affine
+
+
+class ForwardQuantize(Forward):
+    """Its outputs are y (None unless it is stored too), residual_out, mean, rstd, and addresses: data, scale_inv,
+    scale, amax. The constants are those of ``QuantizeTile``."""
+
+    def __init__(self, tiles: Tiles, layer: bool, offset: float, stages: int, blocks: int, hold_weight: bool,
+                 streaming: bool, arch: str, source: str, kind: str, dtype: str, power_of_two: bool, swizzled: bool,
+                 amax: bool) -> None:  # fmt: skip
+        super().__init__(tiles, layer, offset, stages, blocks, hold_weight, streaming)
+        self.arch, self.packed, self.kind, self.dtype = arch, w.Packed(source), kind, dtype
+        self.power_of_two, self.swizzled, self.amax = power_of_two, swizzled, amax
+        self.block = {fp8.BLOCK: 128, fp8.MX: 32, fp8.TENSOR: 128}[kind]
+        self.lanes = self.block // tiles.step  # that share a block
+        assert tiles.groups.threads * tiles.step >= 128, (
+            "a thread for every vector of 128 values: none of another row is among its lanes"
+        )
+        self.across = -(-tiles.width // self.block)
+
+    @cute.jit
+    def __call__(self, x, weight, bias, residual, y, total, mean, rstd, data: Int64, scale_inv: Int64, scale: Int64,
+                 amax: Int64, eps: Float32, stream):  # fmt: skip
+        outputs = (y, total, d.numbers(mean), d.numbers(rstd), data, scale_inv, scale, amax)
+        self.start(x, weight, bias, residual, outputs, eps, stream)
+
+    def begin(self, outputs, count, group, thread) -> None:
+        if self.kind == fp8.TENSOR:
+            first = (cute.arch.thread_idx()[0] == 0) & (cute.arch.block_idx()[0] == 0)
+            w.write_words(outputs[5], [w.bits_of(d.div(1.0, self.given(outputs)))], first)
+        elif self.swizzled:
+            self.clear(outputs[5], count)
+
+    @staticmethod
+    def given(outputs):
+        return w.float_of(w.read_words(outputs[6], 1, True)[0])
+
+    @cute.jit
+    def clear(self, scale_inv, count):
+        """Zeros as the scales of the rows that fill up the last 128."""
+        words = (self.tiles.width + (SIDE - 1)) // SIDE  # of four scales, in a row
+        end = (count + Int32(SIDE - 1)) // SIDE * SIDE
+        for row in cutlass.range(count + cute.arch.block_idx()[0], end, cute.arch.grid_dim()[0]):
+            for word in cutlass.range(cute.arch.thread_idx()[0], words, self.tiles.groups.block):
+                w.write_words(scale_inv + fp8.swizzled(row, word * 4, words), [Uint32(0)], True)
+
+    def leave(self, sums, average, inverse, vectors, held, outputs, row, ok, thread) -> None:
+        tiles, packed = self.tiles, self.packed
+        y, (data, scale_inv), top = outputs[0], outputs[4:6], None
+        scale = self.given(outputs) if self.kind == fp8.TENSOR else None
+        for c, h in enumerate(sums):
+            values, there = (
+                self.normed(h, c, average, inverse, vectors, held, thread),
+                tiles.both(ok, tiles.vector_ok(c, thread)),
+            )
+            if there is not True:  # what lies behind the end counts nothing
+                values = [cutlass.select_(there, v, Float32(0.0)) for v in values]
+            rounded = d.rounded(values, h.element_type)
+            if y is not None:
+                tiles.write(y[row, None], c, thread, ok, rounded, self.streaming)
+            words = cute.recast_tensor(rounded, Uint32)
+            words = [words[i] for i in range(tiles.step // packed.per_word)]
+            index = thread + c * tiles.groups.threads
+            if self.kind == fp8.TENSOR:
+                if self.amax:
+                    size = packed.transposed_largest([packed.magnitudes(words)] * packed.per_word, nan=True)[0]
+                    top = size if top is None else packed.largest(top, size, nan=True)
+                factor = scale
+            else:
+                factor = self.block_scale(words, scale_inv, row, index, ok)
+            line = [d.mul(v, factor) for v in packed.floats(words)]
+            made = [fp8.cast(line[i : i + 4], self.dtype, self.arch) for i in range(0, tiles.step, 4)]
+            w.write_words(data + row * tiles.width + index * tiles.step, made, there)
+        if top is not None:
+            self.raise_amax(packed.floats([top])[0], outputs[7])
+
+    def block_scale(self, words, scale_inv, row, index, ok):
+        """What the values of this thread's block are multiplied by; the first lane of the block writes scale_inv."""
+        packed, (size,) = self.packed, self._largest(words)
+        offset = self.lanes // 2
+        while offset:
+            size = packed.largest(size, cute.arch.shuffle_sync_bfly(size, offset=offset))
+            offset //= 2
+        parts = packed.floats([size])
+        amax = parts[0] if len(parts) == 1 else fp8.larger(*parts)
+        block, first = index // self.lanes, index % self.lanes == 0
+        there = self.tiles.both(ok, first & (block < self.across))
+        if self.kind == fp8.BLOCK:
+            factor, inverse = fp8.block_scale(amax, self.dtype, self.power_of_two)
+            w.write_words(scale_inv + (row * self.across + block) * 4, [w.bits_of(inverse)], there)
+            return factor
+        factor, exponent = fp8.mx_scale(amax, self.dtype)
+        if self.swizzled:  # tiles are whole: a block behind the end has scale 0
+            words4 = -(-self.across // 4)
+            at, there = scale_inv + fp8.swizzled(row, block, words4), self.tiles.both(ok, first & (block < 4 * words4))
+        else:
+            at = scale_inv + row * self.across + block
+        w.write_piece(at, Uint32(exponent), 1, there)
+        return factor
+
+    def _largest(self, words) -> list:
+        """The largest magnitudes of a thread's values, as one word."""
+        sizes = self.packed.magnitudes(words)
+        while len(sizes) > 1:
+            sizes = [self.packed.largest(a, b) for a, b in zip(sizes[::2], sizes[1::2], strict=True)]
+        return sizes
+
+    def raise_amax(self, top, amax) -> None:
+        """The largest magnitude so far, as the bits of a float32 number: they are ordered as the numbers are, NaN
+        above. Written only where it rises, so seldom that blocks do not wait for each other; its order does not matter
+        to a maximum."""
+        largest = cute.arch.warp_redux_sync(Int32(w.bits_of(top)), "max")
+        now = inline_ptx("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[amax])
+        rises = (cute.arch.lane_idx() == 0) & (largest > now)
+        inline_ptx("red.global.max.s32 [{$r0}], {$r1};", read_only_args=[amax, largest], predicate=rises)
+
+
+class TransposedQuantize:
+    """The second kernel: y of h, statistics and weights, tile by tile, to fp8 both ways."""
+
+    def __init__(
+        self,
+        tile: QuantizeTile,
+        source: str,
+        weight: str | None,
+        bias: str | None,
+        layer: bool,
+        offset: float,
+        overlap: bool,
+    ) -> None:
+        self.tile, self.packed, self.layer, self.offset, self.overlap = tile, w.Packed(source), layer, offset, overlap
+        self.kinds = [None if v is None else w.Packed(v) for v in (weight, bias)]
+
+    def start(self, h, weight, bias, mean, rstd, addresses, stream) -> None:
+        """The launch, from a host function."""
+        grid = [self.tile.blocks(h.shape[0]), 1, 1]
+        self.kernel(h, weight, bias, mean, rstd, addresses).launch(
+            grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=self.overlap
+        )
+
+    @cute.kernel
+    def kernel(self, h, weight, bias, mean, rstd, addresses):
+        if const_expr(self.overlap):
+            cute.arch.griddepcontrol_wait()
+        data, scale_inv, data_t, scale_inv_t, scale, amax = addresses
+        stride = Int64(h.stride[0]) * self.packed.itemsize
+        numbers = [None if v is None else w.address(v) for v in (weight, bias, mean, rstd)]
+        self.tile.run(
+            lambda *place: self.load(w.address(h), stride, numbers, *place),
+            h.shape[0],
+            data,
+            scale_inv,
+            data_t,
+            scale_inv_t,
+            scale,
+            amax,
+        )
+
+    def load(self, begin, stride, numbers, row, column, oks) -> list:
+        """The words of y, as ``QuantizeTile.run`` asks for them."""
+        vectors = [self.vector(kind, at, column, oks[0]) for kind, at in zip(self.kinds, numbers[:2], strict=True)]
+        read = [
+            self.packed.read(begin + Int64(row + i) * stride + column * self.packed.itemsize, 8, ok)
+            for i, ok in enumerate(oks)
+        ]
+        result = []
+        for i, ok in enumerate(oks):
+            average, inverse = (
+                None if at is None else w.float_of(w.read_words(at + Int64(row + i) * 4, 1, ok)[0])
+                for at in numbers[2:]
+            )
+            values = affine(self.packed.floats(read[i]), average, inverse, *vectors, self.offset)
+            result.append([cutlass.select_(ok, word, Uint32(0)) for word in self.packed.words(values)])
+        return result
+
+    def vector(self, kind, at, column, ok):
+        """8 numbers of weight or bias in float32; None for an absent one."""
+        return None if kind is None else kind.floats(kind.read(at + column * kind.itemsize, 8, ok))
+
+
+def row_wise(arch: str, layer: bool, width: int, step: int, x: str, weight: str | None, bias: str | None,
+             residual: bool, outputs: list[str],
+             offset: float, threads: int, rows: int, stages: int, blocks: int, hold_weight: bool, streaming: bool,
+             kind: str, dtype: str, power_of_two: bool, swizzled: bool, amax: bool):  # fmt: skip
+    """The compiled function over (x, weight, bias, residual, y, residual_out, mean, rstd, addresses of data, scale_inv,
+    scale and amax, eps); otherwise as ``forward.forward``. ``amax`` holds 0 at first."""
+    count = cute.sym_int()
+    like_x = [
+        d.fake_rows(x if there else None, count, width, step)
+        for there in (True, residual, "y" in outputs, "residual_out" in outputs)
+    ]
+    numbers = [d.fake_numbers(p in outputs, count) for p in ("mean", "rstd")]
+    kernel = ForwardQuantize(Tiles(width, step, threads, rows), layer, offset, stages, blocks, hold_weight, streaming,
+                             arch, x, kind, dtype,
+                             power_of_two, swizzled, amax)  # fmt: skip
+    vectors = [d.fake_vector(v, width, step) for v in (weight, bias)]
+    return cute.compile(
+        kernel,
+        like_x[0],
+        *vectors,
+        *like_x[1:],
+        *numbers,
+        *[Int64(0)] * 4,
+        Float32(0.0),
+        d.fake_stream(),
+        options=d.OPTIONS,
+    )
+
+
+class BothWays:
+    """Statistics and the residual sum, then the tiles."""
+
+    def __init__(self, first: Forward, second: TransposedQuantize) -> None:
+        self.first, self.second = first, second
+
+    @cute.jit
+    def __call__(self, x, weight, bias, residual, total, mean, rstd, data: Int64, scale_inv: Int64, data_t: Int64,
+                 scale_inv_t: Int64,
+                 scale: Int64, amax: Int64, eps: Float32, stream):  # fmt: skip
+        mean, rstd = d.numbers(mean), d.numbers(rstd)
+        self.first.start(x, None, None, residual, (None, total, mean, rstd), eps, stream)
+        h = x if const_expr(total is None) else total
+        self.second.start(h, weight, bias, mean, rstd, (data, scale_inv, data_t, scale_inv_t, scale, amax), stream)
+
+
+def both_ways(arch: str, layer: bool, width: int, step: int, x: str, weight: str | None, bias: str | None,
+              residual: bool,
+              offset: float, threads: int, rows: int, stages: int, blocks: int, streaming: bool, overlap: bool,
+              kind: str, dtype: str, power_of_two: bool, swizzled: bool, amax: bool):  # fmt: skip
+    """The compiled function over (x, weight, bias, residual, residual_out, mean, rstd, addresses of data, scale_inv,
+    data_t, scale_inv_t, scale and amax, eps). With a residual residual_out is there, with layer_norm mean, and rstd
+    always: the second kernel reads them."""
+    count = cute.sym_int()
+    like_x = [d.fake_rows(x if there else None, count, width, step) for there in (True, residual, residual)]
+    vectors, numbers = (
+        [d.fake_vector(v, width, 8) for v in (weight, bias)],
+        [d.fake_numbers(there, count) for there in (layer, True)],
+    )
+    tile = QuantizeTile(w.Packed(x), width, vector=True, kind=kind, dtype=dtype, arch=arch, power_of_two=power_of_two,
+                        swizzled=swizzled,
+                        transposed=True, amax=amax, reverse=True)  # fmt: skip
+    first = Forward(Tiles(width, step, threads, rows), layer, 0.0, stages, blocks, False, streaming)
+    kernel = BothWays(first, TransposedQuantize(tile, x, weight, bias, layer, offset, overlap))
+    return cute.compile(
+        kernel,
+        like_x[0],
+        *vectors,
+        *like_x[1:],
+        *numbers,
+        *[Int64(0)] * 6,
+        Float32(0.0),
+        d.fake_stream(),
+        options=d.OPTIONS,
+    )

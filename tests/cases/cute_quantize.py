@@ -1,0 +1,283 @@
+"""Cases of quantize/cute, activation/cute and swiglu_quantize/cute: options, a shape and knobs; empty knobs are the
+engine's own.
+
+What quantize gives is compared bit for bit with its reference, on the y that activation/cute makes of the same inputs
+where a swiglu comes first. ``python -m tests.cases.cute_quantize [TEXT]`` builds and runs the small ones (those that
+hold TEXT) thread by thread on a CPU (``tests/cases/simt.py``); ``--compile ARCH [WORKERS]`` compiles all of them
+ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from collections.abc import Callable
+
+import torch
+
+from layerplan.integration.engines.arch import ARCHS, Arch
+from layerplan.integration.engines.contract import BuildContext, Offer, Region
+from layerplan.integration.engines.manifest import BY_ID
+from layerplan.integration.graph.ir import Dim, GraphBuilder, TensorSpec
+from layerplan.integration.graph.ops.table import op_table
+from layerplan.integration.planner.cover import region_of
+
+from .. import oracle
+from .cute_norm import compiled, placed
+from .quantized import hard
+
+BLOCK, POWER, MX, SWIZZLED, TENSOR = (
+    {"block": (1, 128)},
+    {"block": (1, 128), "power_of_two": True},
+    {"block": (1, 32)},
+    {"block": (1, 32), "layout": "swizzled"},
+    {"block": (0, 0)},
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``gate``: x [rows, 2 * width] goes through a swiglu first, with ``clamp`` and row weights of dtype ``weight``.
+    ``gap``: elements between two rows of x, ``offset``: of its first element in its storage. ``clean``: ordinary
+    numbers alone."""
+
+    rows: int
+    width: int
+    quantize: dict[str, object]
+    transposed: bool = True
+    amax: bool = False
+    dtype: str = "bfloat16"
+    fp8: str = "float8_e4m3fn"
+    gate: bool = False
+    clamp: float | None = None
+    weight: str | None = None
+    gap: int = 0
+    offset: int = 0
+    knobs: tuple[tuple[str, object], ...] = ()
+    arch: str = "sm_90"
+    clean: bool = False
+
+    @property
+    def engine(self) -> str:
+        return "swiglu_quantize/cute" if self.gate else "quantize/cute"
+
+
+def knobs(**values) -> tuple[tuple[str, object], ...]:
+    return tuple(values.items())
+
+
+SMALL = (
+    Case(5, 136, BLOCK, transposed=False),
+    Case(9, 133, POWER, fp8="float8_e5m2"),
+    Case(130, 136, BLOCK),
+    Case(16, 264, POWER, knobs=knobs(down=True, lanes=8)),
+    Case(40, 72, MX),
+    Case(35, 37, MX, transposed=False),
+    Case(36, 200, SWIZZLED, knobs=knobs(down=False, lanes=8)),
+    Case(3, 40, SWIZZLED, transposed=False),
+    Case(9, 48, TENSOR, amax=True),
+    Case(5, 37, TENSOR, amax=True, fp8="float8_e5m2"),
+    Case(7, 40, BLOCK, dtype="float32"),
+    Case(7, 40, MX, dtype="float16"),
+    Case(6, 40, BLOCK, arch="sm_80"),
+    Case(6, 40, MX, fp8="float8_e5m2", arch="sm_80"),
+    Case(5, 48, BLOCK, gap=8),
+    Case(5, 48, BLOCK, gap=3, offset=1),
+    Case(0, 64, BLOCK),
+    Case(9, 40, BLOCK, gate=True),
+    Case(5, 37, POWER, gate=True, clamp=1.0, weight="float32"),
+    Case(8, 72, SWIZZLED, gate=True, weight="bfloat16", knobs=knobs(down=True, lanes=8, batch=8)),
+    Case(5, 40, TENSOR, gate=True, amax=True, transposed=False),
+)
+LARGE = (
+    *(
+        Case(rows, width, attrs, transposed)
+        for attrs in (BLOCK, POWER, MX, SWIZZLED, TENSOR)
+        for transposed in (False, True)
+        for rows, width in ((1031, 4096), (1024, 7168), (257, 4095))
+    ),
+    *(
+        Case(1032, 1544, attrs, gate=True, transposed=transposed)
+        for attrs in (BLOCK, POWER, MX, SWIZZLED, TENSOR)
+        for transposed in (False, True)
+    ),
+    *(
+        Case(1032, 1544, attrs, knobs=knobs(down=down, lanes=lanes))
+        for attrs in (BLOCK, SWIZZLED)
+        for down in (False, True)
+        for lanes in (4, 8)
+    ),
+    *(Case(520, 2056, BLOCK, gate=True, knobs=knobs(down=False, lanes=4, batch=batch)) for batch in (2, 8)),
+    *(
+        Case(777, 1032, attrs, dtype=dtype, fp8="float8_e5m2")
+        for attrs in (POWER, MX)
+        for dtype in ("float32", "float16")
+    ),
+    Case(4096, 136, TENSOR, amax=True),
+    Case(4096, 136, TENSOR, amax=True, clean=True),
+    Case(2048, 512, BLOCK, gap=64),
+    Case(300, 2048, MX, gap=5, offset=3),
+    Case(100000, 8, BLOCK),
+    Case(3, 100000, BLOCK),
+    Case(1, 1, BLOCK),
+    Case(1, 1, SWIZZLED),
+    Case(128, 128, SWIZZLED),
+    Case(129, 129, SWIZZLED),
+)
+
+
+def fuzzed(seed: int) -> Case:
+    """A random case."""
+    pick = random.Random(seed)
+    attrs, transposed = pick.choice((BLOCK, POWER, MX, SWIZZLED, TENSOR)), pick.random() < 0.7
+    width = pick.choice((pick.randint(1, 300), 8 * pick.randint(1, 600), 128 * pick.randint(1, 40)))
+    rows = pick.choice((0, 1, pick.randint(2, 300), 8 * pick.randint(1, 200), 128 * pick.randint(1, 12)))
+    gate = pick.random() < 0.4
+    return Case(
+        rows,
+        width,
+        attrs,
+        transposed,
+        attrs is TENSOR and pick.random() < 0.5,
+        pick.choice(("bfloat16", "bfloat16", "float16", "float32")),
+        pick.choice(("float8_e4m3fn", "float8_e5m2")),
+        gate,
+        pick.choice((None, 1.5)) if gate else None,
+        pick.choice((None, "float32", "bfloat16")) if gate else None,
+        pick.choice((0, 0, 1, 8)),
+        pick.choice((0, 0, 1, 8)),
+    )
+
+
+def region(case: Case) -> Region:
+    b, t = GraphBuilder(), Dim("t", 64)
+    x = b.input("x", TensorSpec((t, case.width * (1 + case.gate)), case.dtype))
+    if case.gate:
+        weight = b.input("row_weight", TensorSpec((t,), case.weight)) if case.weight else None
+        x = b.op("swiglu", x=x, clamp=case.clamp, row_weight=weight)
+    whole = case.quantize is TENSOR
+    scale = b.input("scale", TensorSpec((1,), "float32")) if whole else None
+    want = [
+        "data",
+        "scale_inv",
+        *(["data_t"] if case.transposed else []),
+        *(["scale_inv_t"] if case.transposed and not whole else []),
+        *(["amax"] if case.amax else []),
+    ]
+    made = b.op("quantize", want=want, x=x, scale=scale, dtype=case.fp8, **case.quantize)
+    graph = b.build(list(made))
+    return region_of(graph, graph.nodes)
+
+
+def inputs(case: Case, seed: int) -> dict[str, torch.Tensor]:
+    """By the names of the region's inputs, on the CPU."""
+    gen = torch.Generator().manual_seed(seed)
+    width = case.width * (1 + case.gate)
+    x = torch.randn(case.rows, width, generator=gen) * torch.exp2(
+        torch.randint(-4, 5, (case.rows, 1), generator=gen).float()
+    )
+    x = x.to(getattr(torch, case.dtype))
+    x = x if case.clean else hard(x)
+    if case.gap or case.offset:
+        wide = torch.full((case.rows * (width + case.gap) + case.offset,), float("nan"), dtype=x.dtype)
+        x = wide.as_strided((case.rows, width), (width + case.gap, 1), case.offset).copy_(x)
+    t = {"x": x}
+    if case.weight:
+        t["row_weight"] = torch.rand(case.rows, generator=gen).to(getattr(torch, case.weight))
+    return t | ({"scale": torch.rand(1, generator=gen) * 99 + 1} if case.quantize is TENSOR else {})
+
+
+def offered(engine: str, made: Region, arch: Arch, chosen: tuple[tuple[str, object], ...] = ()) -> Offer:
+    loaded = BY_ID[engine].load()
+    answer = loaded.offer_with(made, arch, chosen) if chosen else loaded.match(made, arch)
+    assert isinstance(answer, Offer), (engine, answer)
+    return answer
+
+
+Build = Callable[[str, Region, tuple], Callable]
+"""(engine, region, knobs) to a launch."""
+
+
+def run(case: Case, build: Build, device: str = "cpu", seed: int = 0) -> None:
+    """Launches a case twice; both times every byte is the reference's."""
+    made = region(case)
+    given = {n: placed(t, device) for n, t in inputs(case, seed).items()}
+    call = [given[n] for n in made.graph.inputs]
+    y = given["x"]
+    if case.gate:
+        gate = region_of(made.graph, made.nodes[:1])
+        y = build("activation/cute", gate, ())(*(given[n] for n in gate.graph.inputs))
+    quantize = made.nodes[-1]
+    tensors = {"x": y.cpu()} | ({"scale": given["scale"].cpu()} if "scale" in given else {})
+    ports = {v: p for p, v in quantize.outputs}
+    want = tuple(ports[v] for v in made.graph.outputs)
+    expected = op_table()["quantize"].reference(tensors, quantize.attributes, want)
+    launch = build(case.engine, made, case.knobs)
+    for time in range(1 if device == "cpu" else 2):
+        oracle.poison(*(torch.empty(t.shape, dtype=t.dtype, device=device) for t in expected.values()))
+        for port, got in zip(want, launch(*call), strict=True):
+            oracle.same_bits(got, expected[port], f"{case}, run {time}: {port}")
+
+
+def simulated(case: Case) -> None:
+    from layerplan.kernels.common import quantized
+
+    from . import simt_ptx
+
+    arch, addresses = ARCHS[case.arch], quantized.addresses
+
+    def known(made) -> list[int]:
+        simt_ptx.allow(*made)
+        return addresses(made)
+
+    def build(engine: str, made: Region, chosen: tuple) -> Callable:
+        launch = (
+            BY_ID[engine].load().build(BuildContext(made, arch, offered(engine, made, arch, chosen), compiled)).launch
+        )
+
+        def call(*t):
+            simt_ptx.forget()
+            simt_ptx.allow(*t)
+            return launch(*t)
+
+        return call
+
+    quantized.addresses = known
+    try:
+        run(case, build)
+    finally:
+        quantized.addresses = addresses
+
+
+def compile_for(arch: Arch, workers: int) -> None:
+    """All cases' kernels for an arch into the cache of LAYERPLAN_CACHE, so that a GPU's time goes into running them."""
+    from layerplan.integration.plan_cache import ahead
+    from layerplan.integration.plan_cache.disk import Store
+    from layerplan.integration.settings import cache_folders
+
+    contexts = []
+    for case in (*SMALL, *LARGE):
+        made = region(case)
+        contexts.append((case.engine, BuildContext(made, arch, offered(case.engine, made, arch, case.knobs))))
+        if case.gate:
+            gate = region_of(made.graph, made.nodes[:1])
+            contexts.append(("activation/cute", BuildContext(gate, arch, offered("activation/cute", gate, arch))))
+    for done in ahead.compile_all(ahead.jobs_of(contexts, None)[0], Store(cache_folders()), workers):
+        print(done, flush=True)
+
+
+def main() -> None:
+    given = sys.argv[1:]
+    if given[:1] == ["--compile"]:
+        return compile_for(Arch.parse(given[1]), int(given[2]) if len(given) > 2 else 2)
+    from . import simt
+
+    simt.install()
+    chosen = [c for c in SMALL if not given or given[0] in str(c)]
+    for case in chosen:
+        simulated(case)
+    print(f"{len(chosen)} cases give the bits of the reference")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Every kernel of our own compiles for every arch that its engine claims, spills nothing, and moves whole vectors."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from layerplan.integration.engines.arch import ARCHS
+from layerplan.integration.engines.contract import Engine, Kernel
+from layerplan.integration.engines.manifest import BY_ID, GPUS, MANIFEST
+from layerplan.integration.graph.ir import Dim, Graph, GraphBuilder, TensorSpec
+from layerplan.integration.plan_cache import build, cubin
+from layerplan.integration.plan_cache.compiler import Compiler
+from layerplan.integration.plan_cache.disk import Store
+from layerplan.integration.plan_cache.key import chip, keyed, label
+from layerplan.integration.planner import tune
+from layerplan.integration.planner.planner import plan
+from layerplan.integration.planner.policy import Policy
+from layerplan.recipes import load_recipe
+from layerplan.recipes.estimate import workloads
+
+HERE = [e for e in MANIFEST if e.absent() is None]
+OWN = [e.id for e in HERE if "cutlass" in e.needs and type(e.load()).kernels is not Engine.kernels]
+RECIPES = ("llama3_8b", "gpt_125m")
+MOST = {"sm_90": 3}  # kernels of one device function for an arch; 1 elsewhere: an idle core takes about 2 s for each
+
+# device function -> the most bytes of local memory a thread that it may use, and why; all others use none
+LOCAL: dict[str, tuple[int, str]] = {}
+# whole vectors: 16 bytes a thread or more, or bulk copies; 8-bit values that face 16-bit ones take 8 bytes a thread
+EIGHT_BITS = ("layerplan.kernels.quantize.sm80.dequantize:dequantize",)
+LOADS = re.compile(r"\b(LDG\.E[\w.]*\.(128|256)|LDGSTS\.E[\w.]*\.128|UBLKCP|UTMALDG)")
+STORES = re.compile(r"\b(STG\.E[\w.]*\.(64|128|256)|UBLKCP|UTMASTG)")
+
+pytestmark = pytest.mark.skipif(not OWN, reason="needs nvidia-cutlass-dsl")
+
+
+def quantized(first: str) -> Graph:
+    """[rows, 4096] bfloat16, as it is, normed, or what swiglu makes of [rows, 8192], quantised in blocks and back."""
+    b, rows = GraphBuilder(), Dim("t", 4096)
+    x = b.input("x", TensorSpec((rows, 8192 if first == "swiglu" else 4096), "bfloat16"))
+    if first == "swiglu":
+        x = b.op("swiglu", x=x)
+    elif first == "rms_norm":
+        x = b.op("rms_norm", x=x, weight=b.input("weight", TensorSpec((4096,), "bfloat16")), eps=1e-5)
+    data, scale = b.op("quantize", x=x, block=(1, 128))
+    return b.build([data, scale, b.op("dequantize", data=data, scale_inv=scale, dtype="bfloat16", block=(1, 128))])
+
+
+def work() -> Iterator[tune.Workload]:
+    """Graphs that between them hold a region for every engine."""
+    for name in RECIPES:
+        yield from workloads(load_recipe(name, []))
+    for first in ("", "swiglu", "rms_norm"):
+        yield tune.Workload("", "quantized", quantized(first), Policy(), {}, 1)
+
+
+@functools.cache
+def kernels(name: str) -> tuple[dict[str, list[Kernel]], set[str]]:
+    """(device function -> some of the kernels that its engine asks for on an arch, the first by name and others evenly
+    behind it; the engines that asked)."""
+    given, arch = list(work()), ARCHS[name]
+    plans = [plan(w.graph, arch, w.policy, **w.options) for w in given]
+    found: dict[str, dict[str, Kernel]] = {}
+    asked = set()
+    for site in tune._sites(given, plans, arch):
+        for (engine, _), priced in site.offers.items():
+            for kernel in BY_ID[engine].load().kernels(site.region, arch, priced.offer) if engine in OWN else ():
+                found.setdefault(kernel.target, {})[label(kernel.target, kernel.constants)] = kernel
+                asked.add(engine)
+    most = MOST.get(name, 1)
+    chosen = {t: [rows[n] for n in sorted(rows)[:: -(-len(rows) // most)]] for t, rows in found.items()}
+    return chosen, asked
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    return Store((tmp_path_factory.mktemp("own"),))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", GPUS)
+def test_own_kernels_compile_spill_nothing_and_move_whole_vectors(store, arch):
+    compiler, faults = Compiler(chip(ARCHS[arch])), []
+    for target, rows in kernels(arch)[0].items():
+        for kernel in rows:
+            wanted = keyed(kernel, ARCHS[arch])
+            with store.workshop() as folder:
+                entry = build.make(wanted, store, folder, compiler)
+            faults += [f"{wanted}: {fault}" for fault in _faults(target, entry.file(".o").read_bytes())]
+            used = ", ".join(f"{u['registers']} registers" for u in entry.facts["resources"].values())
+            print(f"{arch} {wanted}: {entry.facts['seconds']:.1f} s, {used}")
+    compiler.close()
+    assert not faults, "\n".join(faults)
+
+
+def _faults(target: str, compiled: bytes) -> Iterator[str]:
+    used = cubin.resources(compiled)
+    if not used:
+        yield "no device function"
+    allowed, _ = LOCAL.get(target, (0, ""))
+    for name, u in used.items():
+        if u.frame_bytes > allowed:
+            yield f"{name} uses {u.frame_bytes} bytes of local memory a thread, {allowed} are allowed: it spills"
+    try:
+        code = cubin.machine_code(compiled)
+    except (FileNotFoundError, subprocess.CalledProcessError):  # no disassembler, or one that is older than the arch
+        return
+    loads = re.compile(LOADS.pattern.replace("(128", "(64|128")) if target in EIGHT_BITS else LOADS
+    for what, pattern in (("loads", loads), ("stores", STORES)):
+        if not pattern.search(code):
+            yield f"{what} no whole vectors: {sorted(set(re.findall(r'\b(?:LDG|STG)[\w.]*', code)))}"
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_every_engine_with_own_kernels_has_a_region_here(arch):
+    missing = [e for e in OWN if arch in BY_ID[e].archs and e not in kernels(arch)[1]]
+    assert not missing, f"no graph of this file has a region for {missing}: add one to work()"
+
+
+def test_a_kernel_that_spills_or_moves_single_values_is_seen(monkeypatch):
+    monkeypatch.setattr(cubin, "resources", lambda _: {"k": cubin.Resources(255, 8)})
+    monkeypatch.setattr(cubin, "machine_code", lambda _: "LDG.E R0, desc[UR4][R2.64]\nSTG.E.64 desc[UR4][R2.64], R0")
+    assert [f.partition(" ")[0] for f in _faults("t", b"")] == ["k", "loads"]
+    monkeypatch.setattr(cubin, "machine_code", lambda _: "LDG.E.NA.64 R0\nSTG.E.128")
+    assert [f.partition(" ")[0] for f in _faults("t", b"")] == ["k", "loads"]
+    assert [f.partition(" ")[0] for f in _faults(EIGHT_BITS[0], b"")] == ["k"]

@@ -131,16 +131,17 @@ class QuantizeTile:
         return [given] * _EDGE, [given] * _EDGE
 
     def _row_block_scales(self, sizes: list, scale_inv):
-        """128 values lie in the 16 lanes of half a warp."""
-        found = [
-            fp8.block_scale(m, self.dtype, self.power_of_two) for m in self.values.floats(self._rows_largest(sizes, 16))
-        ]
-        at = scale_inv + (Int64(self.row) * self.across + self.tile_column) * 4
-        for i, (_, inverse) in enumerate(found):
-            w.write_words(
-                at + 4 * self.across * i, [w.bits_of(inverse)], (self.lane_column == 0) & (self.row + i < self.rows)
-            )
-        return [scale for scale, _ in found], None
+        """128 values lie in the 16 lanes of half a warp. Of its 8 rows each lane makes one scale (two divisions), and has
+        the others from the lanes beside it."""
+        which, row = self.lane_column % _EDGE, self.row + self.lane_column % _EDGE
+        first, *others = self.values.floats(self._rows_largest(sizes, 16))
+        for i, other in enumerate(others):
+            first = select(which == i + 1, other, first)
+        scale, inverse = fp8.block_scale(first, self.dtype, self.power_of_two)
+        at = scale_inv + (Int64(row) * self.across + self.tile_column) * 4
+        w.write_words(at, [w.bits_of(inverse)], (self.lane_column < _EDGE) & (row < self.rows))
+        lane = self.thread % d.WARP - self.lane_column
+        return [cute.arch.shuffle_sync(scale, lane + i) for i in range(_EDGE)], None
 
     def _both_block_scales(self, sizes: list, scale_inv, scale_inv_t, memory):
         """Magnitudes of rows meet over the warps beside each other, those of columns over the ones below each other, 4

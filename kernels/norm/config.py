@@ -122,7 +122,7 @@ def backward_knobs(rows: Rows, arch: Arch) -> BackwardKnobs:
         each = max(1, WARP // threads)
         count = _registers(rows, threads, hold, hold_weight)
         most = min(max(1, 896 // threads), 15 if threads > WARP else 896)
-        tile = min((_FILE - 1) // (count * threads), most) // each * each
+        tile = next((n for n in range(most, 0, -1) if _most_registers(n * threads) >= count), 0) // each * each
         if tile == 3:  # H200, 16384x4096 bfloat16: 109 us, and 99 with two rows
             tile = 2
         made = BackwardKnobs(threads=threads, rows=max(each, tile), hold=hold, hold_weight=hold_weight, overlap=overlap)
@@ -141,11 +141,17 @@ def backward_knobs(rows: Rows, arch: Arch) -> BackwardKnobs:
     return wide if shared_bytes(wide, rows) <= limit_bytes(arch) else made
 
 
+def _most_registers(threads: int) -> int:
+    """Registers that a thread of such a block can have: an SM has four parts, each with a quarter of the registers and of
+    the warps, and gives them out to warps by eights a thread."""
+    return min(255, _FILE // 4 // WARP // math.ceil(threads / WARP / 4) // 8 * 8)
+
+
 def _registers(rows: Rows, threads: int, hold: bool, hold_weight: bool) -> int:
-    """About how many a thread of a backward takes: sums, weight, the row where it is held, 40 to 80 for the rest."""
+    """About how many a thread of a backward takes: sums, weight, the row where it is held, 48 to 88 for the rest."""
     mine = rows.chunks(threads) * rows.step
     held = hold * 2 * ITEMSIZE[rows.dtype] + hold_weight * (ITEMSIZE[rows.weight] if rows.weight else 0)
-    rest = 40 + 8 * (rows.layer + (rows.tensors > 2)) + 24 * (mine > 16)
+    rest = 48 + 8 * (rows.layer + (rows.tensors > 2)) + 24 * (mine > 16)
     return 8 * math.ceil((rest + mine * rows.sums + mine * held // 4) / 8)
 
 

@@ -304,13 +304,18 @@ def reduce_warp(value, what: str):
 
 
 def shuffle_bfly(value, offset: int):
+    return shuffle(value, (_here.thread % 32) ^ offset)
+
+
+def shuffle(value, lane: int):
+    """What a lane of the warp gives."""
     block, thread = _here.block, _here.thread
     warp = thread // 32
     with block.lock:
         lanes = block.lanes.setdefault(warp, [None] * 32)
     lanes[thread % 32] = value
     block.meet(("warp", warp, 0), 32)
-    got = lanes[(thread % 32) ^ offset]
+    got = lanes[lane]
     block.meet(("warp", warp, 1), 32)
     return got
 
@@ -469,7 +474,7 @@ def install() -> None:
     arch = types.SimpleNamespace(
         thread_idx=lambda: (_here.thread, 0, 0), block_idx=lambda: _here.block.index,
         grid_dim=lambda: tuple(_here.block.grid),
-        shuffle_sync_bfly=shuffle_bfly, sync_threads=sync_threads, barrier=barrier, cp_async_commit_group=commit_group,
+        shuffle_sync_bfly=shuffle_bfly, shuffle_sync=shuffle, sync_threads=sync_threads, barrier=barrier, cp_async_commit_group=commit_group,
         cp_async_wait_group=wait_group, griddepcontrol_wait=lambda: None, lane_idx=lambda: _here.thread % 32,
         warp_redux_sync=reduce_warp,
     )  # fmt: skip

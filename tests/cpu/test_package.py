@@ -139,13 +139,24 @@ def test_the_wheel_holds_every_module_and_nothing_else(built):
     assert built["wheel"].name == f"layerplan-{layerplan.__version__}-py3-none-any.whl"
 
 
+# the environment that runs a test may hold an editable install of its own: a path, or a finder on it
+FORGET = f"""
+import site, sys
+sys.path[:] = [p for p in sys.path if p != {str(ROOT)!r}]
+sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
+for name in [n for n in sys.modules if n.startswith("__editable__")]:
+    del sys.modules[name]
+"""
+
+
 def test_the_wheel_works_from_where_it_is_unpacked(built, tmp_path):
     zipfile.ZipFile(built["wheel"]).extractall(tmp_path / "site")
     where, _ = python(SMOKE, cwd=tmp_path, path=tmp_path / "site").stdout.split()
     assert Path(where).parent == tmp_path / "site" / "layerplan"
     code = "from layerplan.integration.engines.packages import install_command; print(install_command('train'))"
     assert python(code, cwd=tmp_path, path=tmp_path / "site").stdout == "pip install 'layerplan[train]'\n"
-    assert "No module named 'modules'" in python("import modules", cwd=tmp_path, path=tmp_path / "site", check=False).stderr
+    bare = python(f"{FORGET}import modules", cwd=tmp_path, path=tmp_path / "site", check=False)
+    assert "No module named 'modules'" in bare.stderr
 
 
 def test_the_sdist_builds_the_same_wheel(built, tmp_path):
@@ -160,15 +171,8 @@ def test_the_sdist_builds_the_same_wheel(built, tmp_path):
 
 def test_the_editable_install_leads_to_the_checkout(built, tmp_path):
     zipfile.ZipFile(built["editable"]).extractall(tmp_path / "site")
-    # the environment that runs this test may hold an editable install of its own, whose finder has the same name
-    forget = """
-import site, sys
-sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
-for name in [n for n in sys.modules if n.startswith("__editable__")]:
-    del sys.modules[name]
-"""
     folder = str(tmp_path / "site")
-    code = f"{forget}sys.path.insert(0, {folder!r})\nsite.addsitedir({folder!r})\n" + SMOKE
+    code = f"{FORGET}sys.path.insert(0, {folder!r})\nsite.addsitedir({folder!r})\n" + SMOKE
     where, _ = python(code, cwd=tmp_path).stdout.split()
     assert Path(where).parent.name == "layerplan" and Path(where).parents[1].name == "tree"
 
@@ -180,7 +184,7 @@ def test_the_editable_install_is_found_from_the_folder_that_a_checkout_of_the_pa
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     # as for `python -c`: the current folder goes before all that is installed
     folder = str(tmp_path / "site")
-    code = f"import site, sys\nassert sys.path[0] == ''\nsite.addsitedir({folder!r})\n" + SMOKE
+    code = f"{FORGET}assert sys.path[0] == ''\nsite.addsitedir({folder!r})\n" + SMOKE
     where, _ = python(code, cwd=tmp_path).stdout.split()
     assert Path(where) == tree / "layerplan" / "__init__.py"
 

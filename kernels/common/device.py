@@ -84,8 +84,9 @@ def fake_stream():
 
 
 def fragment(dtype, step: int):
-    """A register tensor [step] of a numeric type."""
-    return cute.make_rmem_tensor((step,), dtype)
+    """A register tensor [step] of a numeric type. Its stride is 1 also for one element: a bare shape (1,) gets stride
+    0, and as narrower values a word of stride 0 is one value in place of two or four."""
+    return cute.make_rmem_tensor(cute.make_layout((step,), stride=(1,)), dtype)
 
 
 def _bits(row, step: int) -> int:

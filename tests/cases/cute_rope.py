@@ -85,6 +85,8 @@ def cases() -> list[Case]:
         add(head_dim=80, half=20, interleaved=True, bias=norm == "layer_norm")
         add(head_dim=72, half=36, dtype="float32", layout="offset", table="bfloat16")
         add(head_dim=70, half=35, tokens=(3,))  # vectors of one element, 2 units a thread
+        add(head_dim=68, half=34, interleaved=True, positions="same", table="bfloat16", tokens=(3, 2))  # of one word
+        add(head_dim=20, half=6, dtype="float16", weight="float16", tokens=(3,))  # likewise, partial
         add(head_dim=10, half=3, interleaved=True, dtype="float32", weight="float32", tokens=(3, 1))
         add(head_dim=128, half=64, layout="heads_first", tokens=(3, 3))
         add(tokens=(0, 2))

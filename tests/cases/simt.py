@@ -165,11 +165,14 @@ class Tensor:
         return types.SimpleNamespace(toint=lambda: address, tensor=self)
 
     def recast(self, kind: Kind) -> Tensor:
-        """The bits of a fragment as another type: a copy, to be read."""
+        """The bits of a fragment as another type: a copy, to be read. As with the DSL, a word of stride 0 stays one
+        value."""
+        if self.stride == (0,) and kind.width < self.element_type.width:
+            return fragment(self.shape, kind)
         values = self.memory[self.offset : self.offset + self.shape[0]]
         held = torch.from_numpy(values.copy()).to(self.element_type.torch)
         other = held.view(kind.torch)
-        made = fragment(other.shape, kind)
+        made = fragment((tuple(other.shape), (1,)), kind)
         made.memory[:] = other.to(torch.float32 if kind.is_float else torch.int64).numpy()
         return made
 
@@ -195,8 +198,22 @@ class Tensor:
         return slice(start, start + size)
 
 
-def fragment(shape, kind: Kind) -> Tensor:
-    return Tensor(memory(shape[0], kind), kind, shape, [1])
+def fragment(given, kind: Kind) -> Tensor:
+    """A register tensor of one dim, of a layout or a shape; one element of a bare shape has stride 0, as in the DSL."""
+    shape, stride = given if isinstance(given[0], tuple) else (given, (0 if given[0] == 1 else 1,))
+    return Tensor(memory(shape[0], kind), kind, shape, stride)
+
+
+def halves(word, kind: Kind) -> list:
+    """The two values of a word as float32 numbers, the low half first."""
+    held = torch.from_numpy(np.array([word], np.uint32).view(np.int16))
+    return list(held.view(kind.torch).float().numpy())
+
+
+def word_of(low, high, kind: Kind) -> Word:
+    """Two float32 numbers rounded to nearest even, in one word."""
+    held = torch.from_numpy(np.array([low, high], np.float32)).to(kind.torch)
+    return Word(held.view(torch.int16).numpy().view(np.uint32)[0])
 
 
 def memory(size: int, kind: Kind) -> np.ndarray:
@@ -508,8 +525,7 @@ def install() -> None:
     _module("cutlass._mlir")
     _module("cutlass._mlir.dialects", llvm=None)
     _module("cutlass.cutlass_dsl", T=None)
-    from layerplan.kernels.common import device
+    from layerplan.kernels.common import device, packed
 
     device._ptx = instruction
-    _module("layerplan.kernels.common.packed", numbers=device.floats, packed=device.rounded,
-            round_trip=lambda values, kind: device.floats(device.rounded(values, kind)))  # fmt: skip
+    packed.halves, packed.word_of = halves, word_of

@@ -277,9 +277,22 @@ def test_device_code_run_thread_by_thread_agrees_with_the_reference(form):
     assert "cases agree" in run.stdout and not run.stdout.startswith("0 ")
 
 
-@pytest.mark.skipif(
+needs_compiler = pytest.mark.skipif(
     not (locate("cutlass").here and locate("tvm_ffi").here), reason="needs nvidia-cutlass-dsl and apache-tvm-ffi"
 )
+
+
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_the_compiler_keeps_every_value_of_vectors_of_any_size():
+    env = os.environ | {"CUTE_DSL_ARCH": "sm_90a", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.cases.packed_vectors"], cwd=ROOT, capture_output=True, text=True, env=env
+    )
+    assert run.stdout.startswith("0 wrong"), run.stdout + run.stderr[-3000:]
+
+
+@needs_compiler
 @pytest.mark.timeout(900)
 def test_code_of_usual_heads_takes_the_engines_arguments_spills_nothing_and_moves_16_bytes_at_a_time(tmp_path):
     from layerplan.integration.plan_cache import cubin

@@ -271,21 +271,20 @@ def _quantize_knobs(vectors: int, transposed: bool) -> Iterator[Knobs]:
     )
 
 
+def _te_quantizer(transposed: bool):
+    """Its quantiser to e4m3 in blocks of 1 x 128, scales not rounded to powers of two."""
+    from transformer_engine.pytorch import Float8BlockQuantizer
+
+    return Float8BlockQuantizer(_te().DType.kFloat8E4M3, rowwise=True, columnwise=transposed, force_pow_2_scales=False, block_scaling_dim=1)
+
+
 def _te_norm_quantize(residual: bool, transposed: bool) -> dict[str, Call]:
     """Its norm that writes fp8 in blocks of 1 x 128; a residual is added by a kernel in front, as there."""
 
     def call(x, w, *rest):
-        from transformer_engine.pytorch import Float8BlockQuantizer
-
         functions = _te()
         h = torch.add(x, rest[0]) if residual else x
-        quantizer = Float8BlockQuantizer(
-            functions.DType.kFloat8E4M3,
-            rowwise=True,
-            columnwise=transposed,
-            force_pow_2_scales=False,
-            block_scaling_dim=1,
-        )
+        quantizer = _te_quantizer(transposed)
         functions.rmsnorm_fwd(h, w, 1e-5, None, quantizer, functions.DType.kBFloat16, 0, False)
         return ()  # its scales lie otherwise
 
@@ -401,16 +400,8 @@ def _small_data(region: Region):
 
 def _te_quantize(transposed: bool, gate: bool = False) -> dict[str, Call]:
     def call(x):
-        from transformer_engine.pytorch import Float8BlockQuantizer
-
         functions = _te()
-        quantizer = Float8BlockQuantizer(
-            functions.DType.kFloat8E4M3,
-            rowwise=True,
-            columnwise=transposed,
-            force_pow_2_scales=False,
-            block_scaling_dim=1,
-        )
+        quantizer = _te_quantizer(transposed)
         if gate:
             functions.swiglu(x, quantizer)
         else:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib
 import random
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -24,6 +23,7 @@ from layerplan.integration.planner.cover import region_of
 from layerplan.kernels.norm.cute import CuteNorm
 
 from .. import oracle
+from . import own_cases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,34 +293,12 @@ def cases() -> Iterator[Case]:
     yield from BACKWARD
 
 
-def compile_for(arch: Arch, workers: int) -> None:
-    """All cases' kernels for an arch into the cache of LAYERPLAN_CACHE, so that a GPU's time goes into running them."""
-    from layerplan.integration.plan_cache import ahead
-    from layerplan.integration.plan_cache.disk import Store
-    from layerplan.integration.settings import cache_folders
-
-    contexts = []
+def contexts(arch: Arch) -> Iterator[tuple[str, BuildContext]]:
+    """(engine, context) of all cases' kernels."""
     for case in (*cases(), *LARGE):
         made = region(case)
-        contexts.append(
-            ("norm/cute", BuildContext(made, arch, offered(dataclasses.replace(case, arch=arch.name), made, arch)))
-        )
-    for done in ahead.compile_all(ahead.jobs_of(contexts, None)[0], Store(cache_folders()), workers):
-        print(done, flush=True)
-
-
-def main() -> None:
-    given = sys.argv[1:]
-    if given[:1] == ["--compile"]:
-        return compile_for(Arch.parse(given[1]), int(given[2]) if len(given) > 2 else 2)
-    from . import simt
-
-    simt.install()
-    chosen = [c for c in cases() if not given or given[0] in str(c)]
-    for case in chosen:
-        simulated(case)
-    print(f"{len(chosen)} cases agree with the reference")
+        yield "norm/cute", BuildContext(made, arch, offered(dataclasses.replace(case, arch=arch.name), made, arch))
 
 
 if __name__ == "__main__":
-    main()
+    own_cases.main(cases, simulated, contexts, "agree with the reference")

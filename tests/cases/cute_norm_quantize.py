@@ -8,7 +8,7 @@ for bit too."""
 from __future__ import annotations
 
 import dataclasses
-import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -20,6 +20,7 @@ from layerplan.integration.planner.cover import region_of
 from layerplan.kernels.norm.cute import CuteNorm
 from layerplan.kernels.norm.cute_quantize import CuteNormQuantize
 
+from . import own_cases
 from .cute_norm import compiled, knobs
 
 BLOCK, POWER, MX, SWIZZLED, TENSOR = (
@@ -187,34 +188,14 @@ def simulated(case: Case) -> None:
         quantized.addresses = addresses
 
 
-def compile_for(arch: Arch, workers: int) -> None:
-    """All cases' kernels for an arch into the cache of LAYERPLAN_CACHE."""
-    from layerplan.integration.plan_cache import ahead
-    from layerplan.integration.plan_cache.disk import Store
-    from layerplan.integration.settings import cache_folders
-
-    contexts = []
+def contexts(arch: Arch) -> Iterator[tuple[str, BuildContext]]:
+    """(engine, context) of all cases' kernels."""
     for case in (*SMALL, *LARGE):
         both, norm = regions(case)
         offer = offered(case, CuteNormQuantize(), both, arch)
-        contexts.append(("norm_quantize/cute", BuildContext(both, arch, offer)))
-        contexts.append(("norm/cute", BuildContext(norm, arch, CuteNorm().offer_with(norm, arch, offer.knobs))))
-    for done in ahead.compile_all(ahead.jobs_of(contexts, None)[0], Store(cache_folders()), workers):
-        print(done, flush=True)
-
-
-def main() -> None:
-    given = sys.argv[1:]
-    if given[:1] == ["--compile"]:
-        return compile_for(Arch.parse(given[1]), int(given[2]) if len(given) > 2 else 2)
-    from . import simt
-
-    simt.install()
-    chosen = [c for c in SMALL if not given or given[0] in str(c)]
-    for case in chosen:
-        simulated(case)
-    print(f"{len(chosen)} cases agree with the reference")
+        yield "norm_quantize/cute", BuildContext(both, arch, offer)
+        yield "norm/cute", BuildContext(norm, arch, CuteNorm().offer_with(norm, arch, offer.knobs))
 
 
 if __name__ == "__main__":
-    main()
+    own_cases.main(lambda: SMALL, simulated, contexts, "agree with the reference")

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -23,6 +22,7 @@ from layerplan.integration.graph.ops.table import op_table
 from layerplan.integration.planner.cover import region_of
 
 from .. import oracle
+from . import own_cases
 from .cute_norm import compiled, placed
 from .quantized import hard
 
@@ -249,35 +249,15 @@ def simulated(case: Case) -> None:
         quantized.addresses = addresses
 
 
-def compile_for(arch: Arch, workers: int) -> None:
-    """All cases' kernels for an arch into the cache of LAYERPLAN_CACHE, so that a GPU's time goes into running them."""
-    from layerplan.integration.plan_cache import ahead
-    from layerplan.integration.plan_cache.disk import Store
-    from layerplan.integration.settings import cache_folders
-
-    contexts = []
+def contexts(arch: Arch) -> Iterator[tuple[str, BuildContext]]:
+    """(engine, context) of all cases' kernels."""
     for case in (*SMALL, *LARGE):
         made = region(case)
-        contexts.append((case.engine, BuildContext(made, arch, offered(case.engine, made, arch, case.knobs))))
+        yield case.engine, BuildContext(made, arch, offered(case.engine, made, arch, case.knobs))
         if case.gate:
             gate = region_of(made.graph, made.nodes[:1])
-            contexts.append(("activation/cute", BuildContext(gate, arch, offered("activation/cute", gate, arch))))
-    for done in ahead.compile_all(ahead.jobs_of(contexts, None)[0], Store(cache_folders()), workers):
-        print(done, flush=True)
-
-
-def main() -> None:
-    given = sys.argv[1:]
-    if given[:1] == ["--compile"]:
-        return compile_for(Arch.parse(given[1]), int(given[2]) if len(given) > 2 else 2)
-    from . import simt
-
-    simt.install()
-    chosen = [c for c in SMALL if not given or given[0] in str(c)]
-    for case in chosen:
-        simulated(case)
-    print(f"{len(chosen)} cases give the bits of the reference")
+            yield "activation/cute", BuildContext(gate, arch, offered("activation/cute", gate, arch))
 
 
 if __name__ == "__main__":
-    main()
+    own_cases.main(lambda: SMALL, simulated, contexts, "give the bits of the reference")

@@ -14,6 +14,7 @@ import itertools
 import math
 import random
 import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -25,6 +26,7 @@ from layerplan.kernels.common.evaluate import reference_launch
 from layerplan.kernels.rope.cute import CuteRope
 
 from .. import oracle
+from . import own_cases
 
 EPS = 1e-5
 FORMS = ("alone", "split", "merge", "norm_bwd")
@@ -343,18 +345,11 @@ def simulated(case: Case, arch: Arch = ARCHS["sm_90"]) -> None:
     check(case, made, given, launch(*given))
 
 
-def compile_for(arch: Arch, workers: int) -> None:
-    """All cases' kernels for an arch into the cache of LAYERPLAN_CACHE, so that a GPU's time goes into running them."""
-    from layerplan.integration.plan_cache import ahead
-    from layerplan.integration.plan_cache.disk import Store
-    from layerplan.integration.settings import cache_folders
-
-    contexts = []
+def contexts(arch: Arch) -> Iterator[tuple[str, BuildContext]]:
+    """(engine, context) of all cases' kernels."""
     for case in (*cases(), *LARGE):
         made = region(case)
-        contexts.append(("rope/cute", BuildContext(made, arch, offered(case, made, arch))))
-    for done in ahead.compile_all(ahead.jobs_of(contexts, None)[0], Store(cache_folders()), workers):
-        print(done, flush=True)
+        yield "rope/cute", BuildContext(made, arch, offered(case, made, arch))
 
 
 def reach() -> None:
@@ -380,21 +375,9 @@ def reach() -> None:
 
 
 def main() -> None:
-    given = sys.argv[1:]
-    if given == ["--reach"]:
+    if sys.argv[1:] == ["--reach"]:
         return reach()
-    if given[:1] == ["--compile"]:
-        return compile_for(Arch.parse(given[1]), int(given[2]) if len(given) > 2 else 2)
-    from . import simt
-
-    simt.install()
-    chosen = [c for c in cases() if not given or str(c).startswith(given[0])]
-    for case in chosen:
-        try:
-            simulated(case)
-        except Exception as error:
-            raise AssertionError(str(case)) from error
-    print(f"{len(chosen)} cases agree with the reference")
+    own_cases.main(cases, simulated, contexts, "agree with the reference", str.startswith)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""What the case modules of our own kernels do as scripts: run small cases thread by thread on a CPU, or compile all of
+them ahead, so that a GPU's time goes into running them."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from layerplan.integration.engines.arch import Arch
+from layerplan.integration.engines.contract import BuildContext
+
+
+def main(cases: Callable[[], Sequence[Any]], simulated: Callable[[Any], None], contexts: Callable[[Arch], Iterable[tuple[str, BuildContext]]],
+         outcome: str, chooses: Callable[[str, str], bool] = operator.contains) -> None:  # fmt: skip
+    """``--compile ARCH [WORKERS]`` compiles ``contexts(arch)``, (engine, context) each, into the cache of LAYERPLAN_CACHE. Otherwise
+    ``simulated`` runs each of ``cases``, or those that ``chooses(str(case), argument)``; ``outcome`` ends "N cases ..."."""
+    given = sys.argv[1:]
+    if given[:1] == ["--compile"]:
+        from layerplan.integration.plan_cache import ahead
+        from layerplan.integration.plan_cache.disk import Store
+        from layerplan.integration.settings import cache_folders
+
+        jobs, _ = ahead.jobs_of(list(contexts(Arch.parse(given[1]))), None)
+        for done in ahead.compile_all(jobs, Store(cache_folders()), int(given[2]) if len(given) > 2 else 2):
+            print(done, flush=True)
+        return
+    from . import simt
+
+    simt.install()
+    chosen = [c for c in cases() if not given or chooses(str(c), given[0])]
+    for case in chosen:
+        try:
+            simulated(case)
+        except Exception as error:
+            raise AssertionError(str(case)) from error
+    print(f"{len(chosen)} cases {outcome}")

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -338,7 +339,10 @@ def build(recipe: Recipe, pins: Pins | None = None, records: Records | None = No
         lr_decay_steps=decay, lr_decay_style=recipe.schedule.style, start_wd=o.weight_decay, end_wd=o.weight_decay,
         wd_incr_steps=decay, wd_incr_style="constant",
     )  # fmt: skip
-    config.grad_scale_func = optimizer.scale_loss
+    # Not the bound method: Megatron's optimiser keeps views of fp32 parameters with their graph, which the garbage collector does not
+    # see through, so a model that held its optimiser would never be freed, nor its process groups with their threads.
+    held = weakref.ref(optimizer)
+    config.grad_scale_func = lambda loss: held().scale_loss(loss)
     config.finalize_model_grads_func = finalize_model_grads
     if p.overlap_grad_reduce:
         config.no_sync_func = model.no_sync

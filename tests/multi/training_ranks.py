@@ -133,9 +133,7 @@ RESUME_CASES = {
 
 
 def one_rank(folder: str) -> dict:
-    """Every scenario of one process: importing Megatron costs more than all of them."""
-    import training_plans
-
+    """Scenarios of one process that train, stop, resume and refuse: importing Megatron costs more than any of them."""
     quiet()
     work = Path(folder)
     prefix = prepare_data(work)
@@ -152,7 +150,17 @@ def one_rank(folder: str) -> dict:
     result["refused"] = refusals(work, prefix)
     run(recipe_of(prefix, str(work / "start"), "train.steps=2"))
     result["complete"] = completions(work / "start")
-    result["pins"] = training_plans.pinned_runs(work, prefix) | training_plans.damaged_plans(work, prefix)
+    return result
+
+
+def one_rank_options(folder: str) -> dict:
+    """Scenarios of one process again: pinned plans, fused weight gradients, evaluations, schedules, clipping."""
+    import training_plans
+
+    quiet()
+    work = Path(folder)
+    prefix = prepare_data(work)
+    result = {"pins": training_plans.pinned_runs(work, prefix) | training_plans.damaged_plans(work, prefix)}
     result["plan_files"] = training_plans.plan_files(work, prefix)
     result["fusion"] = training_plans.fused_weight_gradients(prefix)
     result["evaluation"] = training_plans.evaluations(work)

@@ -151,3 +151,7 @@ def test_an_evaluation_that_cannot_be_or_is_not_finite_stops_with_its_field_or_s
 def test_a_rotary_base_that_is_no_whole_number_is_built_as_the_recipe_says(result):
     said, built = result["rope_base"]
     assert built == pytest.approx(said, rel=1e-6) and said != pytest.approx(12345 ** (-2 / 8), rel=1e-6)
+
+
+def test_a_model_is_freed_once_its_run_has_ended(result):
+    assert result["left_over"] == []

@@ -167,7 +167,22 @@ def one_rank_options(folder: str) -> dict:
     result["rope_base"] = training_plans.rope_bases()
     result["schedule"] = schedules(work, prefix)
     result["clipping"] = clippings(work, prefix)
+    result["left_over"] = left_over(prefix)
     return result
+
+
+def left_over(prefix: str) -> list:
+    """Which models and wrappers are alive after their runs, with fp32 and bf16 parameters."""
+    import gc
+    import weakref
+
+    held = []
+    for dtype in ("fp32", "bf16"):
+        run(recipe_of(prefix, None, "train.steps=1", f"precision.dtype={dtype}"),
+            change=lambda trainer: held.extend(map(weakref.ref, (trainer.built.model, trainer.built.gpt))))  # fmt: skip
+    gc.collect()  # the optimiser, and with it the graphs that held the hooks
+    gc.collect()  # what the hooks held
+    return [type(ref()).__name__ for ref in held if ref() is not None]
 
 
 def schedules(work: Path, prefix: str) -> dict:

@@ -33,4 +33,4 @@ test: lint
 	$(PY) -m pytest tests/cpu tests/multi -n 2 --dist loadfile -q
 
 gpu-test: # on a machine with a GPU: its own python3 with torch and pytest, nothing installed
-	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} python3 -m pytest tests/gpu -q
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} python3 -m tests.gpu.suite --compile --limit 3600

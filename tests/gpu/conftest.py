@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.memory import release
+
 HERE = Path(__file__).parent
 LIMIT_S = 120
 
@@ -42,3 +44,4 @@ def _leave_no_memory(request):
             pytest.exit(f"{request.node.nodeid} broke the CUDA context: {str(error).splitlines()[0]}", returncode=1)
         if torch.cuda.memory_allocated() > 1 << 30 or torch.cuda.memory_reserved() > 20 << 30:
             torch.cuda.empty_cache()
+    release()

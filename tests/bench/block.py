@@ -1,12 +1,12 @@
-"""A two-layer block of Llama-3-8B's dims, bf16, sequence 8192: our layers beside Transformer Engine's, in one run.
+"""A block of two layers, bf16: our layers beside Transformer Engine's, in one run.
 
-    python tests/bench/block.py [--impl layerplan,layerplan+residual,te] [--trial ENGINE ...] [--pins FILE]
-                                [--out FILE] [--profile]
+    python tests/bench/block.py [--model llama8b|moe64|qwen30] [--impl layerplan,layerplan+residual,te]
+                                [--trial ENGINE ...] [--pins FILE] [--out FILE] [--profile]
 
-Both are Megatron's TransformerBlock; Transformer Engine runs with rope fusion, as fast as Megatron has it. Steps take
-turns, so that clocks and temperature are shared. A step is forward and backward with gradients dropped afterwards.
-``idle_share``: the part of a step in which no kernel runs. ``--profile`` adds kernel times by name. Peak memory is that
-of the implementation's own steps, its parameters and the input included.
+Both are Megatron's TransformerBlock; Transformer Engine runs as fast as Megatron has it: rope, router and permutation
+fused, grouped products by CUTLASS. Steps take turns, so that clocks and temperature are shared. A step is forward and
+backward with gradients dropped afterwards. ``idle_share``: the part of a step in which no kernel runs. ``--profile``
+adds kernel times by name. Peak memory is that of the implementation's own steps, its parameters and the input included.
 """
 
 from __future__ import annotations
@@ -21,39 +21,53 @@ from types import SimpleNamespace
 import torch
 from host_cost import environment
 
-LLAMA8B = dict(hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, kv_channels=128)
-SEQUENCE, BATCH, LAYERS = 8192, 1, 2
+LAYERS = 2
+_EXPERTS = dict(hidden_size=2048, kv_channels=128, moe_grouped_gemm=True, moe_token_dispatcher_type="alltoall",
+                moe_router_load_balancing_type="none")  # fmt: skip
+MODELS = {  # dims, sequence, batch
+    "llama8b": (dict(hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
+                     kv_channels=128), 8192, 1),
+    "moe64": (dict(_EXPERTS, ffn_hidden_size=10944, num_attention_heads=16, num_query_groups=16, num_moe_experts=64,
+                   moe_router_topk=6, moe_ffn_hidden_size=1408, moe_shared_expert_intermediate_size=2816), 4096, 4),
+    "qwen30": (dict(_EXPERTS, ffn_hidden_size=6144, num_attention_heads=32, num_query_groups=4, num_moe_experts=128,
+                    moe_router_topk=8, moe_ffn_hidden_size=768, qk_layernorm=True), 4096, 4),
+}  # fmt: skip
 
 
-def config(**over):
+def config(model: str, **over):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
         num_layers=LAYERS, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
         normalization="RMSNorm", add_bias_linear=False, gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0,
-        gradient_accumulation_fusion=False, perform_initialization=True, **LLAMA8B, **over,
+        gradient_accumulation_fusion=False, perform_initialization=True, **MODELS[model][0], **over,
     )  # fmt: skip
 
 
-def te_block():
+def te_block(model: str):
     # beside flash-attn-4 4.0.0b36 it takes that for attention and computes something else, in a tenth of the time
-    os.environ |= {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"}
+    os.environ |= {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0",
+                   "NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}  # fmt: skip
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    c = config(apply_rope_fusion=True, bias_dropout_fusion=True, bias_activation_fusion=True,
-               masked_softmax_fusion=True)  # fmt: skip
-    return TransformerBlock(c, get_gpt_layer_with_transformer_engine_spec(), pre_process=True, post_process=False)
+    moe = "num_moe_experts" in MODELS[model][0]
+    c = config(model, apply_rope_fusion=True, bias_dropout_fusion=True, bias_activation_fusion=True,
+               masked_softmax_fusion=True, **(dict(moe_permute_fusion=True, moe_router_fusion=True) if moe else {}))  # fmt: skip
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=c.num_moe_experts, moe_grouped_gemm=c.moe_grouped_gemm, qk_layernorm=c.qk_layernorm
+    )
+    return TransformerBlock(c, spec, pre_process=True, post_process=False)
 
 
-def layerplan_block(pins: str | None, residual: bool):
+def layerplan_block(model: str, pins: str | None, residual: bool):
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     from layerplan.integration.megatron.specs import gpt_block_spec
     from layerplan.modules.base import apply_policy
 
-    c = config(transformer_impl="local", bias_dropout_fusion=True, bias_activation_fusion=False)
+    c = config(model, transformer_impl="local", bias_dropout_fusion=True, bias_activation_fusion=False)
     spec = gpt_block_spec(c, **({"fuse_residual": True} if residual else {}))
     block = TransformerBlock(c, spec, pre_process=True, post_process=False)
     if pins:
@@ -61,11 +75,11 @@ def layerplan_block(pins: str | None, residual: bool):
     return block
 
 
-def make(block, x, grad):
+def make(model: str, block, x, grad):
     """A step of one implementation, and its forward alone."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    rope = RotaryEmbedding(LLAMA8B["kv_channels"], rotary_percent=1.0)(SEQUENCE)
+    rope = RotaryEmbedding(MODELS[model][0]["kv_channels"], rotary_percent=1.0)(MODELS[model][1])
     parameters = list(block.parameters())
 
     def forward():
@@ -80,15 +94,26 @@ def make(block, x, grad):
     return SimpleNamespace(block=block, forward=forward, step=step, step_ms=[], forward_ms=[])
 
 
+def named(block, of=lambda p: p.detach()) -> dict[str, torch.Tensor]:
+    """Parameters, or what ``of`` takes of each, under Transformer Engine's names: a matrix for each expert."""
+    result = {}
+    for name, p in block.named_parameters():
+        path, _, last = name.rpartition(".")
+        if path.endswith("experts") and last in ("fc1", "fc2"):
+            result |= {f"{path}.linear_{last}.weight{i}": matrix for i, matrix in enumerate(of(p))}
+        else:
+            result[name] = of(p)
+    return result
+
+
 def same_weights(made: dict[str, SimpleNamespace]) -> None:
     """The first implementation's parameters for all."""
-    first, *others = (dict(m.block.named_parameters()) for m in made.values())
+    first, *others = (named(m.block) for m in made.values())
     for other in others:
         if {n: p.shape for n, p in other.items()} != {n: p.shape for n, p in first.items()}:
             raise RuntimeError(f"the blocks' parameters differ: {sorted(set(first) ^ set(other))}")
-        with torch.no_grad():
-            for name, p in other.items():
-                p.copy_(first[name])
+        for name, p in other.items():
+            p.copy_(first[name])
 
 
 def apart(made: dict[str, SimpleNamespace], x, grad) -> dict[str, dict[str, float]]:
@@ -98,7 +123,7 @@ def apart(made: dict[str, SimpleNamespace], x, grad) -> dict[str, dict[str, floa
     for name, m in made.items():
         y = m.forward()
         y.backward(grad)
-        grads = [p.grad.reshape(-1) for _, p in sorted(m.block.named_parameters())]
+        grads = [g.reshape(-1) for _, g in sorted(named(m.block, lambda p: p.grad).items())]
         results[name] = {"y": y.detach(), "dx": x.grad, "dw": torch.cat(grads)}
         x.grad = None
         for p in m.block.parameters():
@@ -175,6 +200,7 @@ def one_rank() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="llama8b")
     parser.add_argument("--impl", default="layerplan,te")
     parser.add_argument("--pins", help="a plan file that our block is pinned to")
     parser.add_argument("--trial", nargs="*", default=[], help="engines on trial that ranking may choose here")
@@ -184,13 +210,14 @@ def main() -> None:
     a = parser.parse_args()
     lift(a.trial)
     one_rank()
-    x = torch.randn(SEQUENCE, BATCH, LLAMA8B["hidden_size"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dims, sequence, batch = MODELS[a.model]
+    x = torch.randn(sequence, batch, dims["hidden_size"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn_like(x)
     made, rows = {}, {}
     for name in a.impl.split(","):
-        build = te_block if name == "te" else lambda n=name: layerplan_block(a.pins, "residual" in n)
+        build = te_block if name == "te" else lambda m, n=name: layerplan_block(m, a.pins, "residual" in n)
         before = torch.cuda.memory_allocated()
-        made[name] = make(build().cuda(), x, grad)
+        made[name] = make(a.model, build(a.model).cuda(), x, grad)
         for _ in range(3):
             made[name].step()
         torch.cuda.synchronize()
@@ -228,7 +255,8 @@ def main() -> None:
 
         print(layerplan.report(made[ours].block))
     if a.out:
-        record = {"what": "two-layer block, Llama-3-8B dims, bf16, 8192 x 1", "pins": a.pins, "trial": a.trial}
+        record = {"what": f"two-layer block, {a.model}, bf16, {sequence} x {batch}", "dims": dims, "pins": a.pins,
+                  "trial": a.trial}  # fmt: skip
         record |= environment()
         a.out.write_text(json.dumps({**record, "rows": list(rows.values())}, indent=1) + "\n")
 

@@ -11,13 +11,14 @@ the whole plan is one library call (``linear`` without a bias on torch is): torc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from .graph.ir import Graph, GraphBuilder, ScaleSpec
 from .graph.ops.attention import check_cu_seqlens
+from .graph.ops.moe import capacity
 from .graph.ops.quantize import LAYOUTS, TENSOR, scale_spec
 from .planner.policy import Policy
 from .planner.runner import Runner, readable
@@ -44,13 +45,32 @@ def _make(key: tuple, op: str, ports: tuple[str, ...], patterns: tuple[str, ...]
         _runners[key] = runner  # once the graph has passed: a key that is refused is not kept
         return graph
 
+    runner = Runner(build, ports, policy=_policy(op, engine, policy), name=op)
+    return runner
+
+
+def _policy(op: str, engine: str | None, policy: Policy | str | None) -> Policy:
     chosen = Policy.of(policy)
     if chosen.per_module:
         raise ValueError(f"{op}: policy per_module = {dict(chosen.per_module)}: patterns match names of modules, which a function has none of; "
                          "pass a mode or a Policy without them")  # fmt: skip
-    if engine is not None:
-        chosen = chosen.forcing(engine, op)
-    runner = Runner(build, ports, policy=chosen, name=op)
+    return chosen if engine is None else chosen.forcing(engine, op)
+
+
+def _graph_runner(key: tuple, op: str, ports: Mapping[str, str],
+                  make: Callable[[GraphBuilder, dict[str, str]], list[str]], engine: str | None,
+                  policy: Policy | str | None) -> Runner:  # fmt: skip
+    """The runner of a function that is more than one op, or whose specs say more than its tensors. ``ports``: input ->
+    pattern of its dims; ``make`` takes a builder and the inputs' values by name and returns the outputs."""
+
+    def build(*tensors: Tensor) -> Graph:
+        b, spec = GraphBuilder(), SpecMaker()
+        values = {p: b.input(p, spec(t, pattern)) for (p, pattern), t in zip(ports.items(), tensors, strict=True)}
+        graph = b.build(make(b, values))
+        _runners[key] = runner  # once the graph has passed: a key that is refused is not kept
+        return graph
+
+    runner = Runner(build, tuple(ports), policy=_policy(op, engine, policy), name=op)
     return runner
 
 
@@ -91,7 +111,7 @@ def _seed_offset(op: str, rng: tuple[Tensor, Tensor] | None) -> tuple[Tensor | N
     return rng[0], rng[1]
 
 
-_Y, _Y_RESIDUAL = ("y",), ("y", "residual_out")
+_Y, _Y_RESIDUAL, _LOSS = ("y",), ("y", "residual_out"), ("loss",)
 
 
 def _norm(op: str, x, weight, eps, bias, residual, zero_centered, engine, policy):
@@ -327,6 +347,152 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[in
     if key is not None:
         return _make(key, "sdpa", ("q", "k", "v"), patterns, dict(attrs), engine, policy, want)(q, k, v)
     return _call("sdpa", attrs, inputs, engine, policy, want)
+
+
+class Permuted(NamedTuple):
+    """What ``permute`` returns and ``unpermute`` takes. t tokens, k slots a token, e experts, h width, c rows:
+    t * k + e * (align - 1)."""
+
+    rows: Tensor
+    """[c, h] in the dtype of x: the tokens by expert. Padding rows are zero; rows from offsets[-1] on hold anything."""
+    probs: Tensor | None
+    """[c] in the dtype of the probabilities, each row's own, as ``rows``; None without probabilities."""
+    counts: Tensor
+    """int32 [e]: how many rows each expert has."""
+    offsets: Tensor
+    """int32 [e]: where each expert's rows end, with its padding."""
+    row_map: Tensor
+    """int32 [t, k]: the row of each slot, -1 where it is dropped."""
+
+
+def permute(x: Tensor, expert_map: Tensor, *, num_experts: int, probs: Tensor | None = None, align: int = 1,
+            engine: str | None = None, policy: Policy | str | None = None) -> Permuted:  # fmt: skip
+    """Tokens by expert: x [t, h], ``expert_map`` int32 [t, k] (the expert of each slot, -1: dropped), ``probs`` [t, k].
+
+    Each expert's rows are in the order of (token, slot) and are padded to a multiple of ``align`` with zeros. There is
+    room for any map, so nothing waits for the device, and reruns are bitwise equal. Gradients flow from rows and probs
+    into x and probs; those of padding and of the rows from offsets[-1] on are not read.
+    """
+    key = ("permute", num_experts, align, probs is None, engine, policy)
+    try:
+        runner = _runners.get(key)
+    except TypeError:
+        raise _unhashable("permute", policy, num_experts=num_experts, align=align, engine=engine) from None
+    if runner is None:
+
+        def make(b: GraphBuilder, v: dict[str, str]) -> list[str]:
+            groups = b.op("group_by_expert", expert_map=v["expert_map"], num_experts=num_experts, align=align)
+            places = dict(zip(("counts", "offsets", "row_map"), groups, strict=True))
+            made = b.op("permute", x=v["x"], probs=v.get("probs"), **places, align=align)
+            return [*([made] if probs is None else made), *groups]
+
+        ports = {"x": "t h!", "expert_map": "t k!"} | ({} if probs is None else {"probs": "t k!"})
+        runner = _graph_runner(key, "permute", ports, make, engine, policy)
+    if probs is None:
+        rows, *rest = runner(x, expert_map)
+        return Permuted(rows, None, *rest)
+    return Permuted(*runner(x, expert_map, probs))
+
+
+def unpermute(rows: Tensor, permuted: Permuted, probs: Tensor | None = None, *, engine: str | None = None,
+              policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """What ``permute`` moved, back at its token: rows [c, h] -> [t, h], the sum over a token's slots in slot order, in
+    float32 and rounded once, weighted by ``probs`` [t, k] where they are given. ``rows`` need not be those of
+    ``permuted``, whose counts, offsets and row_map say where they lie. A token of dropped slots alone gives 0.
+    Gradients flow into rows and probs."""
+    if not isinstance(permuted, Permuted):
+        raise TypeError(f"unpermute: permuted = {type(permuted).__name__}: must be what permute returned")
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"unpermute: rows = {type(rows).__name__}: must be a torch.Tensor")
+    slots, experts = permuted.row_map.numel(), permuted.offsets.numel()
+    padding, left = divmod(rows.shape[0] - slots if rows.dim() else -1, max(experts, 1))
+    if padding < 0 or left:
+        raise ValueError(f"unpermute: rows {list(rows.shape)}: must be [c, h] as permute made them, "
+                         f"c = {slots} slots + {experts} experts * (align - 1)")  # fmt: skip
+    key = ("unpermute", padding, probs is None, engine, policy)
+    try:
+        runner = _runners.get(key)
+    except TypeError:
+        raise _unhashable("unpermute", policy, engine=engine) from None
+    if runner is None:
+
+        def make(b: GraphBuilder, v: dict[str, str]) -> list[str]:
+            # the row count is one that is computed, not a size of its own: the gradient's rows are computed too
+            given = b.specs[v["rows"]]
+            count = capacity(*b.specs[v["row_map"]].shape, b.specs[v["offsets"]].shape[0], padding + 1)
+            b.specs[v["rows"]] = dataclasses.replace(given, shape=(count, *given.shape[1:]))
+            return [b.op("unpermute", **v, align=padding + 1)]
+
+        ports = {"rows": "c h!", "row_map": "t k!", "counts": "e!", "offsets": "e!"}
+        ports |= {} if probs is None else {"probs": "t k!"}
+        runner = _graph_runner(key, "unpermute", ports, make, engine, policy)
+    weights = () if probs is None else (probs,)
+    return runner(rows, permuted.row_map, permuted.counts, permuted.offsets, *weights)
+
+
+def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, *, engine: str | None = None,
+                   policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """``x[rows of group i] @ w[i].T`` for each i: x [t, k], w [e, n, k] of one dtype, ``offsets`` int32 [e] -> [t, n].
+
+    Group i is the rows offsets[i - 1] .. offsets[i] - 1 (from 0 for i = 0); it may be empty. Rows from offsets[-1] on
+    are not read: what the result and the gradient of x hold there is left open. Gradients of the weights of empty
+    groups are exactly zero.
+    """
+    inputs = (("x", "t k!", x), ("weight", "e! n! k!", w), ("offsets", "e!", offsets))
+    return _call("grouped_matmul", (), inputs, engine, policy, _Y)
+
+
+def router(logits: Tensor, *, topk: int, score_function: str = "softmax", pre_softmax: bool = False,
+           num_groups: int | None = None, group_topk: int | None = None, scaling_factor: float | None = None,
+           expert_bias: Tensor | None = None, engine: str | None = None,
+           policy: Policy | str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Top-k experts of each token, best first: logits [t, e] -> (probs [t, topk] in the logits' dtype, expert_map int32
+    [t, topk]).
+
+    ``score_function`` softmax (over the chosen logits; over all with ``pre_softmax``) or sigmoid (normalised over the
+    chosen for topk > 1). ``num_groups`` equal groups of experts, of which the best ``group_topk`` take part.
+    ``scaling_factor`` multiplies probs. ``expert_bias`` [e], with sigmoid: part of the choice alone; it gets no
+    gradient. Equal scores: the lowest index first. Semantics are those of Megatron-Core 0.19.2; the formulas stand in
+    ``integration/graph/ops/router.py``.
+    """
+    attrs = (("topk", topk), ("score_function", score_function), ("pre_softmax", pre_softmax),
+             ("num_groups", num_groups), ("group_topk", group_topk), ("scaling_factor", scaling_factor))  # fmt: skip
+    inputs = (("logits", "t e!", logits), ("expert_bias", "e!", expert_bias))
+    return _call("router", attrs, inputs, engine, policy, ("probs", "expert_map"))
+
+
+def tokens_per_expert(expert_map: Tensor, *, num_experts: int, padding_mask: Tensor | None = None, sequences: int = 1,
+                      engine: str | None = None, policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """How many slots of ``expert_map`` int32 [t, k] name each expert: float32 [sequences, num_experts]. Token i is of
+    sequence i % ``sequences``; tokens that ``padding_mask`` bool [t] hides (True: padding) are not counted, nor are
+    dropped slots."""
+    attrs = (("num_experts", num_experts), ("sequences", sequences))
+    inputs = (("expert_map", "t k!", expert_map), ("padding_mask", "t", padding_mask))
+    return _call("tokens_per_expert", attrs, inputs, engine, policy, ("tokens",))
+
+
+def load_balancing_loss(logits: Tensor, tokens_per_expert: Tensor, *, topk: int, score_function: str = "softmax",
+                        coefficient: float = 1.0, total_tokens: Tensor | None = None,
+                        padding_mask: Tensor | None = None, engine: str | None = None,
+                        policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """Auxiliary loss of a router (Fedus et al., "Switch Transformers", 2021), float32 []: logits [t, e],
+    ``tokens_per_expert`` [sequences, e] as of all ranks that share the loss, ``total_tokens`` [1] of one sequence there
+    (default: from tokens_per_expert). Padding tokens (``padding_mask`` bool [t], True hides) count nowhere.
+
+    It is the mean over the sequences of coefficient * e / (topk * total_tokens^2) * the sum over the experts of
+    tokens_per_expert * summed scores. Gradients flow into logits."""
+    attrs = (("topk", topk), ("score_function", score_function), ("coefficient", coefficient))
+    inputs = (("logits", "t e!", logits), ("tokens_per_expert", "b! e!", tokens_per_expert),
+              ("total_tokens", "i", total_tokens), ("padding_mask", "t", padding_mask))  # fmt: skip
+    return _call("load_balancing_loss", attrs, inputs, engine, policy, _LOSS)
+
+
+def z_loss(logits: Tensor, *, coefficient: float = 1.0, padding_mask: Tensor | None = None, engine: str | None = None,
+           policy: Policy | str | None = None) -> Tensor:  # fmt: skip
+    """``coefficient`` * mean over tokens of logsumexp(logits)^2 (Zoph et al., "ST-MoE", 2022), float32 []: logits
+    [t, e]; tokens that ``padding_mask`` bool [t] hides (True: padding) do not count."""
+    inputs = (("logits", "t e!", logits), ("padding_mask", "t", padding_mask))
+    return _call("z_loss", (("coefficient", coefficient),), inputs, engine, policy, _LOSS)
 
 
 def check_longest(sides: dict[str, tuple[Tensor, int | None]]) -> None:

@@ -16,7 +16,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 VARIABLES = {
-    "LAYERPLAN_CHECK": "check values of cu_seqlens, positions and targets on the device; costs host syncs",
+    "LAYERPLAN_CHECK": "check values on the device (cu_seqlens, positions, targets, experts, group offsets); costs host syncs",
     "LAYERPLAN_POLICY": "default planning policy: auto, strict or reference",
     "LAYERPLAN_DETERMINISTIC": "decline engines whose results may differ between runs",
     "LAYERPLAN_LOG": "log level: debug, info, warning or error",

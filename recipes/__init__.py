@@ -10,11 +10,15 @@ if __name__ == "recipes":  # a bare import would make a second copy of every cla
     raise ImportError("import layerplan.recipes, not recipes: the package is reached through layerplan alone")
 
 from .config import Problem, Recipe, RecipeError
-from .gpt import gpt_125m, gpt_tiny
+from .deepseek import deepseek_v2_lite
+from .gpt import gpt_125m, gpt_tiny, moe_tiny
 from .llama3 import llama3_8b, llama3_70b
+from .mixtral import mixtral_8x7b
 from .overrides import apply_overrides
+from .qwen3 import qwen3_30b_a3b
 
-RECIPES: dict[str, Callable[[], Recipe]] = {f.__name__: f for f in (gpt_tiny, gpt_125m, llama3_8b, llama3_70b)}
+RECIPES: dict[str, Callable[[], Recipe]] = {f.__name__: f for f in (
+    gpt_tiny, gpt_125m, llama3_8b, llama3_70b, moe_tiny, mixtral_8x7b, qwen3_30b_a3b, deepseek_v2_lite)}  # fmt: skip
 
 __all__ = ["RECIPES", "Problem", "Recipe", "RecipeError", "apply_overrides", "describe", "load_recipe"]
 

@@ -32,7 +32,12 @@ class RecipeError(ValueError):
 
 @dataclass(kw_only=True)
 class Model:
-    """A decoder-only transformer. ``head_dim`` None means hidden_size / num_attention_heads."""
+    """A decoder-only transformer. ``head_dim`` None means hidden_size / num_attention_heads.
+
+    With ``kv_lora_rank`` attention is multi-head latent attention: keys and values come from a latent of that width, queries from one of
+    ``q_lora_rank`` or, without it, from the hidden states; ``qk_norm`` is then the norm of the latents. With ``num_experts`` the layers behind the first
+    ``moe_dense_layers`` have experts of width ``moe_ffn_hidden_size`` (None: ffn_hidden_size), of which a token takes ``moe_router_topk``; ``moe_...`` fields are
+    Megatron-Core's of that name."""
 
     num_layers: int
     hidden_size: int
@@ -53,11 +58,52 @@ class Model:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     init_std: float = 0.02
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    num_experts: int | None = None
+    moe_dense_layers: int = 0
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_router_topk: int = 2
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_enable_expert_bias: bool = False
+    moe_router_dtype: Literal["fp32"] | None = "fp32"
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"] = "aux_loss"
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float | None = None
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.kv_lora_rank is not None
 
     @property
     def head_width(self) -> int:
-        """Width of one attention head."""
+        """Width of one attention head's query and key."""
+        if self.latent:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.head_dim or self.hidden_size // max(self.num_attention_heads, 1)
+
+    @property
+    def rotary_width(self) -> int:
+        """How much of a head the rotary embedding turns."""
+        return self.qk_pos_emb_head_dim if self.latent else self.head_width
+
+    @property
+    def expert_width(self) -> int:
+        """Hidden units of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer ``layer``, counted from 0, has experts."""
+        return self.num_experts is not None and layer >= self.moe_dense_layers
 
     @property
     def gated(self) -> bool:
@@ -66,14 +112,29 @@ class Model:
 
 @dataclass(kw_only=True)
 class Parallel:
-    """How ranks share the model. Data parallelism takes what tensor and pipeline leave over."""
+    """How ranks share the model. Data parallelism takes what tensor and pipeline leave over. ``expert``: ranks that share the experts, among all that
+    the pipeline leaves over; ``expert_tensor``: ranks that share each expert (None: as ``tensor``). ``dispatcher``: how tokens reach
+    experts on other ranks."""
 
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     sequence: bool = False
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share each expert."""
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def replica(self) -> int:
+        """The fewest ranks that hold a whole model."""
+        return self.pipeline * math.lcm(self.tensor, self.expert * self.expert_shards)
 
 
 @dataclass(kw_only=True)
@@ -196,7 +257,8 @@ class Train:
 
 _SHARES = 3
 _MAX_WARMUP = 100
-_MODULES = ("core_attn", "layernorm", "mlp")  # Megatron's others are of experts and latent attention
+_MODULES = ("core_attn", "layernorm", "mlp")
+_EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
 
 
 @dataclass(kw_only=True)
@@ -254,18 +316,20 @@ class Recipe:
 
     def validate(self) -> list[Problem]:
         """Everything that is wrong, without a device and without the number of ranks."""
+        from .experts import expert_problems
         from .policies import policy_problems
 
-        return [*_ranges(self), *_model(self), *_parallel(self), *_rest(self), *policy_problems(self)]
+        return [*_ranges(self), *_model(self), *expert_problems(self), *_parallel(self), *_rest(self), *policy_problems(self)]
 
     def validate_world(self, world: int) -> list[Problem]:
         """What is wrong once the number of ranks is known."""
         p, t = self.parallel, self.train
-        block = p.tensor * p.pipeline
+        block = p.replica
         if block < 1 or world % block:
-            return [Problem("parallel.tensor * parallel.pipeline", block, f"must divide the number of ranks, {world}",
+            experts = "" if p.expert * p.expert_shards == p.tensor else ", lcm with parallel.expert * parallel.expert_tensor"
+            return [Problem(f"parallel.tensor * parallel.pipeline{experts}", block, f"must divide the number of ranks, {world}",
                             f"start a multiple of {block} ranks, or set {_smaller_layout(p, world)}")]  # fmt: skip
-        data = world // block
+        data = world // (p.tensor * p.pipeline)
         if t.micro_batch > 0 and t.global_batch % (t.micro_batch * data):
             unit = t.micro_batch * data
             near = max(unit, round(t.global_batch / unit) * unit)
@@ -278,7 +342,10 @@ def _smaller_layout(p: Parallel, world: int) -> str:
     """Overrides that give the widest layout within ``p`` that divides ``world`` ranks."""
     tensors, stages = ([d for d in range(1, max(n, 1) + 1) if n % d == 0 and world % d == 0] or [1] for n in (p.tensor, p.pipeline))
     _, tensor, pipeline = max((t * s, t, s) for t in tensors for s in stages if world % (t * s) == 0)
-    changes = {"tensor": tensor, "pipeline": pipeline} | ({"sequence": False} if p.sequence and tensor == 1 else {})
+    changes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline} | ({"sequence": False} if p.sequence and tensor == 1 else {})
+    shards = tensor if p.expert_tensor is None or world % (p.expert_tensor * pipeline) else p.expert_tensor
+    changes["expert"] = max(d for d in range(1, max(p.expert, 1) + 1) if p.expert % d == 0 and world % (d * shards * pipeline) == 0)
+    changes |= {"expert_tensor": "none"} if shards != p.expert_shards and p.expert_tensor is not None else {}
     return " ".join(f"parallel.{name}={str(value).lower()}" for name, value in changes.items() if value != getattr(p, name))
 
 
@@ -296,17 +363,23 @@ def _plain(value: Any) -> Any:
 
 _AT_LEAST_ONE = (
     "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_attention_heads", "model.num_query_groups",
-    "model.vocab_size", "model.seq_length", "model.head_dim", "parallel.tensor", "parallel.pipeline", "checkpoint.keep",
+    "model.vocab_size", "model.seq_length", "model.head_dim", "model.kv_lora_rank", "model.q_lora_rank", "model.qk_head_dim",
+    "model.qk_pos_emb_head_dim", "model.v_head_dim", "model.num_experts", "model.moe_ffn_hidden_size",
+    "model.moe_shared_expert_intermediate_size", "model.moe_router_topk", "model.moe_router_num_groups", "model.moe_router_group_topk",
+    "parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.expert_tensor", "checkpoint.keep",
     "logging.every_steps", "train.steps", "train.global_batch", "train.micro_batch", "train.threads", "train.eval_batches",
     "schedule.decay_steps",
 )  # fmt: skip
 _AT_LEAST_ZERO = ("schedule.warmup_steps", "checkpoint.every_steps", "optimizer.weight_decay", "optimizer.min_lr",
-                  "optimizer.clip_grad", "model.init_std", "train.seed", "train.eval_every_steps",
+                  "optimizer.clip_grad", "model.init_std", "model.moe_dense_layers", "model.moe_aux_loss_coeff", "model.moe_z_loss_coeff",
+                  "train.seed", "train.eval_every_steps",
                   "data.seed")  # fmt: skip
 AT_MOST = {
     "model.num_layers": 10**5, "model.hidden_size": 10**6, "model.ffn_hidden_size": 10**7, "model.num_attention_heads": 10**5,
     "model.num_query_groups": 10**5, "model.head_dim": 10**5, "model.vocab_size": 10**8, "model.seq_length": 10**8,
-    "parallel.tensor": 10**5, "parallel.pipeline": 10**5, "train.global_batch": 10**8, "train.micro_batch": 10**6,
+    "model.num_experts": 10**5, "model.moe_ffn_hidden_size": 10**7, "model.moe_shared_expert_intermediate_size": 10**7,
+    "model.kv_lora_rank": 10**6, "model.q_lora_rank": 10**6, "model.qk_head_dim": 10**5, "model.qk_pos_emb_head_dim": 10**5, "model.v_head_dim": 10**5,
+    "parallel.tensor": 10**5, "parallel.pipeline": 10**5, "parallel.expert": 10**5, "parallel.expert_tensor": 10**5, "train.global_batch": 10**8, "train.micro_batch": 10**6,
     "train.steps": 10**9, "train.eval_batches": 10**8, "train.eval_every_steps": 10**9, "schedule.warmup_steps": 10**9,
     "schedule.decay_steps": 10**9, "checkpoint.every_steps": 10**9, "checkpoint.keep": 10**9, "logging.every_steps": 10**9,
     "train.seed": 2**32 - 1, "data.seed": 2**32 - 1,  # NumPy's generators take no more
@@ -351,16 +424,34 @@ def _divides(problems: list[Problem], path: str, value: int, by: int, what: str,
 
 def _model(recipe: Recipe) -> list[Problem]:
     m, problems = recipe.model, []
-    if m.head_dim is None:
+    if m.head_dim is None and not m.latent:
         _divides(problems, "model.hidden_size", m.hidden_size, m.num_attention_heads, "model.num_attention_heads",
                  "change either, or set model.head_dim")  # fmt: skip
-    if m.head_width % 2:
-        problems.append(Problem("model.head_dim", m.head_width, "must be even: rotary embeddings turn pairs", "choose an even width"))
+    if m.rotary_width % 2:
+        problems.append(Problem("model.qk_pos_emb_head_dim" if m.latent else "model.head_dim", m.rotary_width,
+                                "must be even: rotary embeddings turn pairs", "choose an even width"))  # fmt: skip
+    if m.latent:
+        problems += _latent(recipe)
     _divides(problems, "model.num_attention_heads", m.num_attention_heads, m.num_query_groups, "model.num_query_groups",
              "every query group serves the same number of heads")  # fmt: skip
     if m.num_query_groups > m.num_attention_heads >= 1:
         problems.append(Problem("model.num_query_groups", m.num_query_groups,
                                 f"must be at most model.num_attention_heads = {m.num_attention_heads}", "lower it"))  # fmt: skip
+    return problems
+
+
+def _latent(recipe: Recipe) -> list[Problem]:
+    """What latent attention does not have."""
+    m, problems = recipe.model, []
+    if recipe.plan.layers != "layerplan":
+        problems.append(Problem("plan.layers", recipe.plan.layers, "recipes run latent attention on layerplan's layers only: Megatron's local ones have none",
+                                "set plan.layers=layerplan"))  # fmt: skip
+    if m.num_query_groups != m.num_attention_heads:
+        problems.append(Problem("model.num_query_groups", m.num_query_groups, "must equal model.num_attention_heads where model.kv_lora_rank is set: "
+                                "latent attention has a key for every head", f"set it to {m.num_attention_heads}"))  # fmt: skip
+    for name, value in (("head_dim", m.head_dim), ("qkv_bias", m.qkv_bias or None)):
+        if value is not None:
+            problems.append(Problem(f"model.{name}", value, "has no meaning where model.kv_lora_rank is set", "leave it out"))
     return problems
 
 
@@ -409,9 +500,11 @@ def _rest(recipe: Recipe) -> list[Problem]:
                                 "set plan.layers=layerplan or plan.loss=none"))  # fmt: skip
     problems += _arch(recipe.plan.arch)
     if recipe.plan.recompute == "selective":
+        m = recipe.model
+        known = _MODULES + (("mla_up_proj",) if m.latent else ()) + (_EXPERT_MODULES if m.num_experts else ())
         for name in recipe.plan.recompute_modules:
-            if name not in _MODULES:
-                problems.append(Problem("plan.recompute_modules", name, f"must be among {', '.join(_MODULES)}", "remove it"))
+            if name not in known:
+                problems.append(Problem("plan.recompute_modules", name, f"must be among {', '.join(known)}", "remove it"))
     return problems
 
 

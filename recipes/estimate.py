@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..integration.engines.arch import Arch
 from ..integration.engines.manifest import BY_ID
-from ..integration.graph.ir import Dim, Graph, GraphBuilder
+from ..integration.graph.ir import GraphBuilder
 from ..integration.planner.applied import Applied, applied
 from ..integration.planner.plan_file import Pins, pins_of
 from ..integration.planner.planner import Plan, plan
@@ -21,21 +20,9 @@ from ..integration.planner.records import NONE, Records
 from ..integration.planner.shapes import SpecMaker
 from ..integration.planner.text import aligned
 from ..integration.planner.tune import Workload
-from ..modules.graphs import (
-    QK_NORM_INPUTS,
-    Activation,
-    HeadLayout,
-    NormAttrs,
-    ResidualAdds,
-    TensorParallel,
-    mlp_from_norm,
-    mlp_graph,
-    norm_graph,
-    self_attention_graph,
-)
-from ..modules.loss import cross_entropy_graph
 from .config import Recipe, load_pins, load_records
-from .policies import modules_of, policy_of
+from .graphs import NEEDS_GRAD, graphs_of
+from .policies import policy_of, stages_of
 
 _MEGATRONS_PRODUCTS = "linear/torch"  # what Megatron's own output layer runs
 
@@ -156,89 +143,11 @@ class RecipePlan:
         return lines
 
 
-def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-type _Row = tuple[str, str, Graph, int, frozenset[str], dict[str, int]]
-
-
-def _row(kind: str, name: str, build: Callable[..., Graph], tensors: Sequence[torch.Tensor], times: int,
-         recompute: frozenset[str]) -> _Row:  # fmt: skip
-    graph = build(*tensors)
-    shapes = ((graph.specs[v].shape, t.shape) for v, t in zip(graph.inputs, tensors, strict=True))
-    sizes = {d.name: n for dims, shape in shapes for d, n in zip(dims, shape, strict=True) if isinstance(d, Dim)}
-    return kind, name, graph, times, recompute, sizes
-
-
-def _graphs(recipe: Recipe) -> list[_Row]:
-    """(kind, name, graph, count per stage, save policy, sizes of the symbolic dims) of every distinct graph: those that
-    the layers build in training."""
-    m, p, plan = recipe.model, recipe.parallel, recipe.plan
-    dtype = getattr(torch, recipe.precision.tensor_dtype)
-    tp = TensorParallel(p.tensor, p.sequence and p.tensor > 1)
-    norm = NormAttrs("rms_norm" if m.normalization == "RMSNorm" else "layer_norm", m.norm_eps)
-    s, b, h, f, t = m.seq_length, recipe.train.micro_batch, m.hidden_size, m.ffn_hidden_size // p.tensor, p.tensor
-    hq, hk, d = m.num_attention_heads // t, m.num_query_groups // t, m.head_width
-    layers = math.ceil(m.num_layers / p.pipeline)
-    modules = set(plan.recompute_modules) if plan.recompute == "selective" else set()
-    recompute = ({"all_gather"} if tp.sequence else set()) | ({norm.op} if "layernorm" in modules else set())
-
-    def norm_of(prefix: str, width: int) -> dict[str, torch.Tensor]:
-        ports = ("weight", "bias") if norm.op == "layer_norm" else ("weight",)
-        return {f"{prefix}{port}": _meta(dtype, width) for port in ports}
-
-    x, width = {"x": _meta(dtype, s // (t if tp.sequence else 1), b, h)}, (hq + 2 * hk) * d
-    attention = x | {"qkv": _meta(dtype, width, h), "proj": _meta(dtype, h, hq * d)}
-    attention |= {"qkv_bias": _meta(dtype, width)} if m.linear_bias or m.qkv_bias else {}
-    attention |= norm_of("norm_", h) | (norm_of("q_norm_", d) | norm_of("k_norm_", d) if m.qk_norm else {})
-    attention |= {n: _meta(torch.float32, s, d // 2) for n in ("cos", "sin")}
-    attention |= {n: _meta(torch.int64, 1) for n in ("seed", "offset")} if m.attention_dropout > 0 else {}
-    attrs = {"layout": "sbhd", "causal": True, "scale": 1.0 / math.sqrt(d), "window": (None, None),
-             "dropout": m.attention_dropout}  # fmt: skip
-    self_attention = self_attention_graph(tp, HeadLayout(hk, hq // hk, d), tuple(attention), attrs, norm=norm,
-                                          qk_norm=norm if m.qk_norm else None, interleaved=False)  # fmt: skip
-    mlp = [x["x"], _meta(dtype, f * (2 if m.gated else 1), h), _meta(dtype, h, f),
-           *([_meta(dtype, f * (2 if m.gated else 1))] if m.linear_bias else []), *norm_of("", h).values()]  # fmt: skip
-    adds, mlp_name, mlp_recompute = None, "norm + mlp", recompute
-    if plan.fuse_residual:
-        adds = ResidualAdds(m.linear_bias, m.linear_bias, m.hidden_dropout)
-        mlp_name = "residual + norm + mlp + residual"
-        mlp += [x["x"] if n == "residual" else _meta(dtype, h) if n.endswith("bias") else _meta(torch.int64, 1)
-                for n in adds.names()]  # fmt: skip
-        mlp_recompute = recompute | (mlp_from_norm(norm, Activation(m.activation)) if "mlp" in modules else set())
-    _, mlp_of = mlp_graph(tp, Activation(m.activation), bias=m.linear_bias, row_weight=False, norm=norm,
-                          norm_bias=norm.op == "layer_norm", adds=adds)  # fmt: skip
-    attention_recompute = recompute | ({"sdpa"} if "core_attn" in modules else set()) | (QK_NORM_INPUTS if m.qk_norm else set())
-    last = x | norm_of("", h)
-    return [
-        _row("self_attention", "norm + self attention", self_attention, (*attention.values(),), layers,
-             frozenset(attention_recompute)),
-        _row("mlp", mlp_name, mlp_of, mlp, layers, frozenset(mlp_recompute)),
-        _row("final_layernorm", "final norm", norm_graph(norm, tuple(last)), (*last.values(),), 1, frozenset()),
-        *_loss_graphs(recipe, tp, x["x"]),
-    ]  # fmt: skip
-
-
-def _loss_graphs(recipe: Recipe, tp: TensorParallel, x: torch.Tensor) -> list[_Row]:
-    """The row of ``_graphs`` for what follows the final norm, none where Megatron runs all of it. ``x``: the hidden
-    states of this rank."""
-    m, loss = recipe.model, recipe.plan.loss_runs
-    if loss == "megatron":
-        return []
-    chunked, classes, tokens = loss == "chunked", m.vocab_size // tp.size, (m.seq_length, recipe.train.micro_batch)
-    data = [x, _meta(x.dtype, classes, m.hidden_size)] if chunked else [_meta(x.dtype, *tokens, classes)]
-    names, build = cross_entropy_graph(tp, linear=chunked)
-    data += [_meta(torch.int64, *tokens), *([_meta(torch.int64, 1)] if "first" in names else [])]
-    recompute = frozenset({"all_gather"} if chunked and tp.sequence else ())
-    return [_row("loss", "output layer + loss" if chunked else "loss", build, data, 1, recompute)]
-
-
-def _policies(recipe: Recipe, kind: str, times: int) -> list[tuple[Policy, int]]:
-    """The policies of the modules of a kind, which run one graph, and for how many of the ``times`` in a micro-batch
-    each holds, on the stage where it holds most often."""
-    policy, names = policy_of(recipe), modules_of(recipe, kind)
-    stages = [[policy.for_module(n) for n in names[i : i + times]] for i in range(0, len(names), times)]
+def _policies(recipe: Recipe, kind: str) -> list[tuple[Policy, int]]:
+    """The policies of the modules of a kind, which run one graph, and how many modules each holds for on the stage
+    where it holds most often."""
+    policy = policy_of(recipe)
+    stages = [[policy.for_module(n) for n in stage] for stage in stages_of(recipe, kind)]
     return [(p, max(s.count(p) for s in stages)) for p in dict.fromkeys(p for s in stages for p in s)]
 
 
@@ -251,14 +160,15 @@ def workloads(recipe: Recipe) -> list[Workload]:
 def _sized_workloads(recipe: Recipe) -> list[tuple[Workload, dict[str, int]]]:
     """``workloads``, each with the sizes of its graph's symbolic dims."""
     found = []
-    for kind, name, g, times, recompute, sizes in _graphs(recipe):
+    for row in graphs_of(recipe):
+        g = row.graph
         weights = tuple(i for i, v in enumerate(g.inputs) if v in g.weights)
-        needs = tuple(v in ("x", "residual", "hidden", "logits") or v in g.weights for v in g.inputs)
-        options = {"needs_grad": needs, "recompute": recompute,
+        needs = tuple(v in NEEDS_GRAD or v in g.weights for v in g.inputs)
+        options = {"needs_grad": needs, "recompute": row.recompute,
                    "accumulate": weights if recipe.plan.gradient_accumulation_fusion else ()}  # fmt: skip
-        for policy, count in _policies(recipe, kind, times):
-            shown = name if policy.mode == recipe.plan.policy else f"{name} ({policy.mode})"
-            found.append((Workload(kind, shown, g, policy, options, count), sizes))
+        for policy, count in _policies(recipe, row.kind):
+            shown = row.name if policy.mode == recipe.plan.policy else f"{row.name} ({policy.mode})"
+            found.append((Workload(row.kind, shown, g, policy, options, count), row.sizes))
     return found
 
 
@@ -286,7 +196,7 @@ def estimate_recipe(
         planned.append(PlannedGraph(w.kind, w.name, made, w.times, sizes))
     planning_ms = (time.perf_counter() - start) * 1e3
     m, t, p = recipe.model, recipe.train, recipe.parallel
-    data = max(1, (world or p.tensor * p.pipeline) // (p.tensor * p.pipeline))
+    data = max(1, (world or p.replica) // (p.tensor * p.pipeline))
     micro_batches = t.global_batch // (t.micro_batch * data)
     outside = 0.0 if recipe.plan.loss_runs == "chunked" else _output_layer_seconds(recipe, arch, records)
     tokens = t.global_batch * m.seq_length
@@ -297,8 +207,9 @@ def _output_layer_seconds(recipe: Recipe, arch: Arch, records: Records) -> float
     """What a micro-batch takes in the three products of the output layer that Megatron runs, on one rank."""
     m, dtype = recipe.model, getattr(torch, recipe.precision.tensor_dtype)
     b, spec = GraphBuilder(), SpecMaker()
-    x = b.input("x", spec(_meta(dtype, m.seq_length, recipe.train.micro_batch, m.hidden_size), "*t k!"))
-    weight = b.input("weight", spec(_meta(dtype, m.vocab_size // recipe.parallel.tensor, m.hidden_size), "v! k!"))
+    tokens = torch.empty(m.seq_length, recipe.train.micro_batch, m.hidden_size, dtype=dtype, device="meta")
+    matrix = torch.empty(m.vocab_size // recipe.parallel.tensor, m.hidden_size, dtype=dtype, device="meta")
+    x, weight = b.input("x", spec(tokens, "*t k!")), b.input("weight", spec(matrix, "v! k!"))
     graph = b.build([b.op("linear", x=x, weight=weight)])
     made = plan(graph, arch, Policy(engine=_MEGATRONS_PRODUCTS), needs_grad=(True, True), records=records)
     return made.forward.seconds + made.backward.seconds

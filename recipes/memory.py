@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..integration.engines.arch import Arch
-from ..integration.graph.ir import ITEMSIZE, Dim, TensorSpec
-from ..integration.graph.ops.table import op_table
-from ..integration.planner.planner import GraphPlan, PlannedRegion
+from ..integration.graph.ir import ITEMSIZE
+from ..modules.moe import receive_rows
 from .config import Recipe
 from .estimate import PlannedGraph, RecipePlan, estimate_recipe
-from .size import layer_parameters
+from .size import expert_parameters, layer_parameters
+from .walk import Again, Alike, Branch, Ledger, Storage, Use, Walk
 
-_ROUND = 512  # the caching allocator rounds each tensor up to this
 _HANDLES = 2  # the main thread's and autograd's: PyTorch keeps one cuBLAS workspace for each
 
 
@@ -58,7 +57,7 @@ def memory_estimate(recipe: Recipe, arch: Arch, world: int | None = None, planne
     """
     p, t = recipe.parallel, recipe.train
     planned = estimate_recipe(recipe, arch) if planned is None else planned
-    data = max(1, (world or p.tensor * p.pipeline) // (p.tensor * p.pipeline))
+    data = max(1, (world or p.replica) // (p.tensor * p.pipeline))
     micro_batches = max(1, t.global_batch // (t.micro_batch * data))
     static = _static(recipe, arch, data)
     peaks = []
@@ -76,17 +75,24 @@ def _static(recipe: Recipe, arch: Arch, data: int) -> dict[str, int]:
     embedding = m.vocab_size * m.hidden_size
     # first and last stage hold an embedding each; a model in one stage holds both (or one, if tied)
     edges = embedding * (1 if p.pipeline > 1 or m.tie_embeddings else 2)
-    params = (-(-m.num_layers // p.pipeline) * layer_parameters(m) + edges) // p.tensor
+    size = -(-m.num_layers // p.pipeline)
+    # of the stage that has most
+    with_experts = min(size, m.num_layers - m.moe_dense_layers) if m.num_experts is not None else 0
+    routed = with_experts * expert_parameters(m)
+    layers = (size - with_experts) * layer_parameters(m) - routed
+    layers += with_experts * layer_parameters(m, True) if with_experts else 0
+    params, routed = (layers + edges) // p.tensor, routed // (p.expert * p.expert_shards)
     shards = data if p.distributed_optimizer else 1
+    expert_shards = max(1, data * p.tensor // (p.expert * p.expert_shards)) if p.distributed_optimizer else 1
     tokens = t.micro_batch * m.seq_length
     batch = tokens * (3 * ITEMSIZE["int64"] + ITEMSIZE["float32"])  # tokens, positions, labels and the loss mask
-    rotary = 2 * m.seq_length * m.head_width * ITEMSIZE["float32"]  # the angles, their cos and sin
+    rotary = 2 * m.seq_length * m.rotary_width * ITEMSIZE["float32"]  # the angles, their cos and sin
     gathers = p.sequence and p.tensor > 1 and recipe.plan.loss_runs != "chunked"
     gathered = tokens * m.hidden_size * width if gathers else 0
     return {
-        "weights": params * width, "gradients": params * ITEMSIZE["float32"],
+        "weights": (params + routed) * width, "gradients": (params + routed) * ITEMSIZE["float32"],
         # fp32 moments, and fp32 weights where training is bf16
-        "optimizer": params * (4 * 3 if width == 2 else 4 * 2) // shards,
+        "optimizer": (params // shards + routed // expert_shards) * (4 * 3 if width == 2 else 4 * 2),
         "buffers": batch + rotary + gathered + _HANDLES * _cublas_workspace(arch),
     }  # fmt: skip
 
@@ -112,9 +118,9 @@ def _what_makes_it_fit(recipe: Recipe, arch: Arch, most: int) -> str:
     # the pins of a plan file may be of this layout alone
     recipe = dataclasses.replace(recipe, plan=dataclasses.replace(recipe.plan, file=None))
     m, p, t = recipe.model, recipe.parallel, recipe.train
-    block, found = p.tensor * p.pipeline, []
-    steps = t.global_batch // max(t.micro_batch, 1)
-    ranks = (block * n for n in range(2, steps + 1) if p.distributed_optimizer and steps % n == 0)
+    block, found = p.replica, []
+    steps, each = t.global_batch // max(t.micro_batch, 1), block // (p.tensor * p.pipeline)
+    ranks = (block * n for n in range(2, steps // each + 1) if p.distributed_optimizer and steps % (n * each) == 0)
     if (world := next((w for w in ranks if memory_estimate(recipe, arch, w).total <= most), None)) is not None:
         found.append(f"{world} ranks ({world // block} replicas share the optimiser's state)")
 
@@ -133,182 +139,15 @@ def _what_makes_it_fit(recipe: Recipe, arch: Arch, most: int) -> str:
     return f"it does with {', or '.join(found)}"
 
 
-# ---- a step on a ledger ----------------------------------------------------------------------------------------------
-
-
-class _Storage:
-    __slots__ = ("holders", "kind", "nbytes")
-
-    def __init__(self, kind: str, nbytes: int) -> None:
-        self.kind, self.nbytes, self.holders = kind, nbytes, 1
-
-
-class _Ledger:
-    """Bytes that are held now and at the peak, by kind. A storage is held once by whoever made it; None stands for
-    tensors that are there all the time."""
-
-    def __init__(self) -> None:
-        self.now: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-        self._total = self._most = 0
-
-    def new(self, nbytes: int, kind: str = "working") -> _Storage:
-        made = _Storage(kind, -(-nbytes // _ROUND) * _ROUND)
-        self._change(kind, made.nbytes)
-        return made
-
-    def _change(self, kind: str, nbytes: int) -> None:
-        self.now[kind] += nbytes
-        self._total += nbytes
-        if self._total > self._most:
-            self._most, self.peak = self._total, self.now.copy()
-
-    def hold(self, *storages: _Storage | None) -> None:
-        for s in storages:
-            if s is not None:
-                s.holders += 1
-
-    def drop(self, *storages: _Storage | None) -> None:
-        for s in storages:
-            if s is not None:
-                s.holders -= 1
-                if not s.holders:
-                    self._change(s.kind, -s.nbytes)
-
-    def call(self, storage: _Storage | None, kind: str) -> None:
-        """From now on ``storage`` counts as ``kind``."""
-        if storage is not None and storage.kind != kind:
-            self.now[storage.kind] -= storage.nbytes
-            self.now[kind] += storage.nbytes
-            storage.kind = kind
-
-    def passing(self, nbytes: int, kind: str = "working") -> None:
-        """What is allocated and freed at once."""
-        self.drop(self.new(nbytes, kind))
-
-
-type Values = dict[str, _Storage | None]
-
-
-@dataclass(slots=True)
-class _Saved:
-    """What waits for a plan's backward."""
-
-    graph: PlannedGraph
-    values: Values
-
-
-class _Walk:
-    """Plans on a ledger. ``kind``: what large intermediate results count as."""
-
-    def __init__(self, ledger: _Ledger) -> None:
-        self.ledger = ledger
-
-    def forward(
-        self, g: PlannedGraph, given: Values, recorded: bool, kind: str = "working"
-    ) -> tuple[_Storage | None, _Saved | None]:
-        """Run a forward plan. ``given``: its inputs that are not there all the time; the caller keeps holding them. The
-        first output is held for the caller; with ``recorded`` so is what the backward reads."""
-        part, derived = g.plan.forward, g.plan.derived
-        saved = derived.saved if recorded else ()
-        outputs = part.graph.outputs[: derived.num_outputs]
-        self.ledger.hold(*given.values())
-        values = dict(given)
-        self._regions(part, values, {*outputs, *saved}, g.sizes, kind)
-        for v in saved:
-            self.ledger.hold(values.get(v))
-            self.ledger.call(values.get(v), "logits" if kind == "logits" else "activations")
-        out = values[outputs[0]]
-        self.ledger.hold(out)
-        self.ledger.drop(*values.values())
-        return out, _Saved(g, {v: s for v in saved if (s := values.get(v)) is not None}) if recorded else None
-
-    def backward(self, saved: _Saved, grad: _Storage | None, kind: str = "working") -> _Storage | None:
-        """Run a plan's backward from the gradient of its first output, which the caller keeps holding. Returns the
-        gradient of its first input, held for the caller. Weight gradients, and what stands for those that were added
-        elsewhere, go at its end."""
-        g = saved.graph
-        plan, part = g.plan, g.plan.backward
-        names = [v for v in part.graph.inputs if v not in plan.derived.saved and not v.startswith("main_grad")]
-        values = {v: saved.values.get(v) for v in part.graph.inputs if v in plan.derived.saved} | {names[0]: grad}
-        self.ledger.hold(grad)
-        unread = [v for v in saved.values if v not in values]
-        self.ledger.drop(*(saved.values[v] for v in unread))
-        self._regions(part, values, set(part.graph.outputs), g.sizes, kind)
-        weights = plan.forward.graph
-        buffers = [v for v in part.graph.inputs if v.startswith("main_grad")]
-        added = [weights.inputs[int(v.removeprefix("main_grad"))] for v in buffers]
-        dummies = [self.ledger.new(_nbytes(weights.specs[v], g.sizes)) for v in added]
-        result = values[part.graph.outputs[0]]
-        self.ledger.hold(result)
-        self.ledger.drop(*dummies, *values.values())
-        return result
-
-    def _regions(self, part: GraphPlan, values: Values, keep: set[str], sizes: Mapping[str, int], kind: str) -> None:
-        """Run regions in order. ``values`` comes with the inputs, each held once, and leaves with ``keep`` alone."""
-        last = {v: i for i, r in enumerate(part.regions) for v in (*r.region.graph.inputs, *r.region.graph.outputs)}
-        for i, r in enumerate(part.regions):
-            views = _views(r)
-            for v in r.region.graph.outputs:
-                if v in views:
-                    values[v] = values.get(views[v])
-                    self.ledger.hold(values[v])
-                else:
-                    values[v] = self.ledger.new(_nbytes(r.region.graph.specs[v], sizes), kind)
-            self.ledger.passing(r.offer.workspace_bytes, kind)
-            for v in (*r.region.graph.inputs, *r.region.graph.outputs):
-                if v in values and last[v] == i and v not in keep:
-                    self.ledger.drop(values.pop(v))
-
-
-def _views(r: PlannedRegion) -> dict[str, str]:
-    """Outputs of a region that need no memory of their own -> the input that they lie in. What a region computes beside
-    them is compiled, and then views are results of their own."""
-    table, nodes = op_table(), r.region.nodes
-    sums = [(n.output("dweight"), n.input("accumulate")) for n in nodes]
-    found = {made: into for made, into in sums if made is not None and into is not None}
-    if r.engine == "runner":
-        (n,) = nodes
-        return {n.output("y"): n.input("x")} if n.op == "group_copy" or n.attr("size") == 1 else {}
-    if all(table[n.op].aliases for n in nodes):
-        for n in nodes:
-            source = n.inputs[0][1]
-            found |= dict.fromkeys((v for _, v in n.outputs), found.get(source, source))
-    return found
-
-
-def _size(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """The size of a dim of a recipe's graph: an input's, that times or over the ranks of a collective, or one computed
-    from these."""
-    if dim.of:
-        return dim.at(lambda d: _size(d, sizes))
-    if dim.name in sizes:
-        return sizes[dim.name]
-    for sign in "*/":
-        name, found, count = dim.name.rpartition(sign)
-        if found:
-            whole = _size(Dim(name), sizes)
-            return whole * int(count) if sign == "*" else whole // int(count)
-    raise KeyError(f"dim {dim.name}: no input of the graph has it")
-
-
-def _nbytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
-    count = ITEMSIZE[spec.dtype]
-    for d in spec.shape:
-        count *= _size(d, sizes) if isinstance(d, Dim) else d
-    return count
-
-
-class _Step(_Walk):
+class _Step(Walk):
     """Forward and backward of a micro-batch on one pipeline stage: the plans, and what Megatron runs between them."""
 
     def __init__(self, recipe: Recipe, planned: RecipePlan, first: bool, last: bool) -> None:
-        super().__init__(_Ledger())
+        super().__init__(Ledger())
         self.recipe, self.first, self.last = recipe, first, last
         kinds: dict[str, list[PlannedGraph]] = {}
         for g in planned.graphs:
             kinds.setdefault(g.kind, []).extend([g] * g.times)
-        self.layers = list(zip(kinds["self_attention"], kinds["mlp"], strict=True))
         (self.norm, *_), self.loss = kinds["final_layernorm"], next(iter(kinds.get("loss", ())), None)
         m, p, plan = recipe.model, recipe.parallel, recipe.plan
         self.width = ITEMSIZE[recipe.precision.tensor_dtype]
@@ -320,6 +159,13 @@ class _Step(_Walk):
         self.weight = m.vocab_size * m.hidden_size * self.width // p.tensor  # of the embedding, and of the output layer
         self.again = {"selective": set(plan.recompute_modules), "full": {"layer"}}.get(plan.recompute, set())
         self.fused_adds = plan.fuse_residual and plan.layers == "layerplan"
+        # of the stage with the most layers of experts
+        count = len(kinds["self_attention"])
+        dense = count - len(kinds.get("pre_mlp_layernorm", ()))
+        self.layers = [
+            _Halves(self._attention(kinds, i), self._mlp(kinds, i) if i < dense else self._experts(kinds, i - dense))
+            for i in range(count)
+        ]
 
     def peak(self, in_flight: int) -> Counter[str]:
         """Bytes by kind when most are held: ``in_flight`` micro-batches forward, one of them back."""
@@ -331,15 +177,15 @@ class _Step(_Walk):
         """What each layer, and what follows them, has saved."""
         h = self._embedding()
         saved = []
-        for attention, mlp in self.layers:
+        for halves in self.layers:
             if "layer" in self.again:
                 self.ledger.hold(h)
                 self.ledger.call(h, "activations")
-                out, _ = self._layer(attention, mlp, h, False)
-                saved.append((attention, mlp, h))
+                out, _ = self._layer(halves, h, False)
+                saved.append((halves, h))
             else:
-                out, found = self._layer(attention, mlp, h, True)
-                saved.append(found)
+                out, found = self._layer(halves, h, True)
+                saved.append((halves, found))
             self.ledger.drop(h)
             h = out
         if not self.last:
@@ -347,37 +193,101 @@ class _Step(_Walk):
             return saved, [h]
         return saved, self._head(h)
 
-    def _embedding(self) -> _Storage:
+    def _embedding(self) -> Storage:
         """The hidden states that enter the first layer; received where it is another stage's."""
         h = self.ledger.new(self.hidden)
         if self.first and self.recipe.model.hidden_dropout > 0:
             self.ledger.new(self.mask, "activations")  # the mask, until the end of the backward
         return h
 
-    def _layer(
-        self, attention: PlannedGraph, mlp: PlannedGraph, h: _Storage, recorded: bool
-    ) -> tuple[_Storage, list | None]:
-        ledger = self.ledger
-        out, saved_attention = self.forward(attention, {"x": h}, recorded)
-        masks: list[_Storage] = []
-        scores = self._local_scores(recorded)
+    # -- the halves of a layer -----------------------------------------------------------------------------------------
+
+    def _attention(self, kinds: Mapping[str, list[PlannedGraph]], i: int) -> Branch:
+        m = self.recipe.model
+        if not m.latent:
+            return Branch((Use(kinds["self_attention"][i], {"x": "h"}, ("y",)),))
+        kv_bytes = self.hidden // m.hidden_size * (m.kv_lora_rank + m.qk_pos_emb_head_dim)
+        steps = [Use(kinds["input_layernorm"][i], {"x": "h"}, ("n",))]
+        query = "n"
+        if m.q_lora_rank is not None:
+            steps.append(Use(kinds["linear_q_down_proj"][i], {"x": "n"}, ("q",)))
+            query = "q"
+        steps.append(Use(kinds["linear_kv_down_proj"][i], {"x": "n"}, ("kv",)))
+        steps += [Alike(("kv",), "rope"), Alike(("kv",), "latent", gradient=kv_bytes)]
+        latent = "latent"
+        if m.qk_norm:
+            if m.q_lora_rank is not None:
+                steps.append(Use(kinds["q_layernorm"][i], {"x": "q"}, ("q_normed",)))
+                query = "q_normed"
+            steps.append(Use(kinds["kv_layernorm"][i], {"x": "latent"}, ("normed",)))
+            latent = "normed"
+        inputs = {"q_latent": query, "kv_latent": latent, "k_rope": "rope"}
+        steps.append(Use(kinds["self_attention"][i], inputs, ("out",)))
+        return Branch((*steps, Use(kinds["linear_proj"][i], {"x": "out"}, ("y",))))
+
+    def _mlp(self, kinds: Mapping[str, list[PlannedGraph]], i: int) -> Branch | PlannedGraph:
         if self.fused_adds:
-            y, saved_mlp = self.forward(mlp, {"x": out, "residual": h}, recorded)
+            return kinds["mlp"][i]
+        branch = Branch((Use(kinds["mlp"][i], {"x": "h"}, ("y",)),))
+        return Branch((Again(branch),)) if "mlp" in self.again else branch
+
+    def _experts(self, kinds: Mapping[str, list[PlannedGraph]], i: int) -> Branch:
+        """Norm, router, [shared experts,] experts: with rows exchanged between ranks, those that come are taken to be
+        as many as those that go."""
+        m, named = self.recipe.model, {}
+        for g in (*kinds["router"], *kinds["experts"]):
+            named.setdefault(g.name.split(" (")[0], g)  # of several policies the first
+        tokens, score = self.hidden // (m.hidden_size * self.width), 4 if m.moe_router_dtype == "fp32" else self.width
+        table = tokens * m.num_experts * score
+        router = named["router"]
+        rest = ("",) * (router.plan.derived.num_outputs - 2)
+        wide = self.hidden // self.width * 4 if score > self.width else 0  # the tokens in the router's dtype
+        steps = [Alike(("n",), "logits", table, self.hidden, keeps=True, passing=wide)]
+        steps.append(Use(router, {"logits": "logits"}, ("probs", "table", *rest)))
+        if "load-balancing loss" in named:
+            steps.append(Use(named["load-balancing loss"], {"logits": "logits"}, ("",)))
+        exchanged = "permute" in named
+        if exchanged:
+            places = ("counts", "offsets", "row_map")
+            inputs = {"x": "n", "probs": "probs", "expert_map": "table"}
+            steps.append(Use(named["permute"], inputs, ("rows", "row_probs", *places)))
+        if m.moe_shared_expert_intermediate_size is not None:
+            shared = Branch((Use(kinds["shared_experts"][i], {"x": "n"}, ("shared",)),), "n", "shared")
+            steps.append(Again(shared) if "shared_experts" in self.again else shared.steps[0])
+        if exchanged:
+            sent, room = tokens * m.moe_router_topk, receive_rows(tokens * m.moe_router_topk)
+            row = m.hidden_size * self.width
+            steps += [
+                Alike(("rows",), "inside", room * row, sent * row),
+                Alike(("row_probs",), "inside_probs", room * score, sent * score),
+                Use(named["experts"], {"x": "inside", "probs": "inside_probs"}, ("done",)),
+                Alike(("done",), "back", sent * row, room * row),
+                Use(named["unpermute"], {"rows": "back"} | {n: n for n in places}, ("routed",)),
+            ]
+        else:
+            steps.append(Use(named["experts"], {"x": "n", "probs": "probs", "expert_map": "table"}, ("routed",)))
+        both = m.moe_shared_expert_intermediate_size is not None
+        steps.append(Alike(("routed", "shared"), "y", self.hidden) if both else Alike(("routed",), "y"))
+        norm = Use(kinds["pre_mlp_layernorm"][i], {"x": "h"}, ("n",))
+        if "moe" in self.again:
+            return Branch((norm, Again(Branch(tuple(steps), "n", "y"))))
+        return Branch((norm, *steps))
+
+    def _layer(self, halves: _Halves, h: Storage, recorded: bool) -> tuple[Storage, list | None]:
+        ledger, masks = self.ledger, []
+        out, saved_attention = halves.attention.forward(self, h, recorded)
+        scores = self._local_scores(recorded)
+        if not isinstance(halves.mlp, Branch):
+            (y,), saved_mlp = self.forward(halves.mlp, {"x": out, "residual": h}, recorded)
             ledger.drop(out)
             return y, [saved_attention, saved_mlp, masks, scores] if recorded else None
         middle = self._add(out, recorded, masks)
-        if recorded and "mlp" in self.again:
-            ledger.hold(middle)
-            ledger.call(middle, "activations")
-            y, _ = self.forward(mlp, {"x": middle}, False)
-            saved_mlp = (mlp, middle)
-        else:
-            y, saved_mlp = self.forward(mlp, {"x": middle}, recorded)
+        y, saved_mlp = halves.mlp.forward(self, middle, recorded)
         top = self._add(y, recorded, masks)
         ledger.drop(middle)
         return top, [saved_attention, saved_mlp, masks, scores] if recorded else None
 
-    def _add(self, branch: _Storage, recorded: bool, masks: list[_Storage]) -> _Storage:
+    def _add(self, branch: Storage, recorded: bool, masks: list[Storage]) -> Storage:
         """Megatron's bias, dropout and residual add behind ``branch``, which goes."""
         ledger, m, made = self.ledger, self.recipe.model, [branch]
         made += [ledger.new(self.hidden) for wanted in (m.linear_bias, m.hidden_dropout > 0) if wanted]
@@ -387,7 +297,7 @@ class _Step(_Walk):
         ledger.drop(*made)
         return out
 
-    def _local_scores(self, recorded: bool) -> _Storage | None:
+    def _local_scores(self, recorded: bool) -> Storage | None:
         """Scores of Megatron's local attention: float32 out of the softmax, and as the product reads them."""
         m, p = self.recipe.model, self.recipe.parallel
         if not recorded or self.recipe.plan.layers != "megatron_local":
@@ -401,13 +311,14 @@ class _Step(_Walk):
 
     # -- behind the last layer -----------------------------------------------------------------------------------------
 
-    def _head(self, h: _Storage) -> list:
+    def _head(self, h: Storage) -> list:
         """Final norm, output layer and loss. ``h`` goes."""
         ledger, loss = self.ledger, self.recipe.plan.loss_runs
-        x, saved_norm = self.forward(self.norm, {"x": h}, True)
+        (x,), saved_norm = self.forward(self.norm, {"x": h}, True)
         ledger.drop(h)
         if loss == "chunked":
-            _, saved = self.forward(self.loss, {"hidden": x}, True, "logits")
+            results, saved = self.forward(self.loss, {"hidden": x}, True, "logits")
+            del results
             ledger.drop(x)
             return [saved_norm, saved]
         ledger.call(x, "activations")  # the output layer keeps it for its weight gradient
@@ -426,18 +337,18 @@ class _Step(_Walk):
     def _logits(self, width: int) -> int:
         return self.tokens * self.recipe.model.vocab_size * width // self.recipe.parallel.tensor
 
-    def _head_backward(self, saved: list) -> tuple[_Storage, list[_Storage]]:
+    def _head_backward(self, saved: list) -> tuple[Storage, list[Storage]]:
         """The gradient of the last layer's output, and what stays until the end of the backward: the output layer's
         part of the gradient of tied weights."""
         ledger, plan, kept = self.ledger, self.recipe.plan, []
         tied = self.recipe.model.tie_embeddings and self.first
         if plan.loss_runs == "chunked":
             saved_norm, saved_loss = saved
-            dx = self.backward(saved_loss, None, "logits")
+            dx = self.backward(saved_loss, [None], "logits")["hidden"]
         else:
             saved_norm, x, saved_loss = saved
             if plan.loss_runs == "fused":
-                dlogits = self.backward(saved_loss, None, "logits")
+                dlogits = self.backward(saved_loss, [None], "logits")["logits"]
             elif self.width == 4:
                 dlogits = saved_loss  # in place
             else:
@@ -453,7 +364,7 @@ class _Step(_Walk):
             weight = ledger.new(self.weight)  # the gradient, or what stands for it
             ledger.drop(dlogits, x, *(() if tied else (weight,)))
             kept += [weight] if tied else []
-        dh = self.backward(saved_norm, dx)
+        dh = self.backward(saved_norm, [dx])["x"]
         ledger.drop(dx)
         return dh, kept
 
@@ -467,49 +378,52 @@ class _Step(_Walk):
             grad = ledger.new(self.hidden)  # received
             ledger.drop(*head)
         while saved:
-            found = saved.pop()
+            halves, found = saved.pop()
             if "layer" in self.again:
-                attention, mlp, h = found
-                out, found = self._layer(attention, mlp, h, True)
-                grad = self._layer_backward(found, grad)
+                h = found
+                out, found = self._layer(halves, h, True)
+                grad = self._layer_backward(halves, found, grad)
                 ledger.drop(out, h)
             else:
-                grad = self._layer_backward(found, grad)
+                grad = self._layer_backward(halves, found, grad)
         if self.first:
             rows = ledger.new(self.hidden)  # the gradient with the batch in front
             ledger.passing(self.weight)
             ledger.drop(rows)
         ledger.drop(grad, *kept)
 
-    def _layer_backward(self, saved: list, grad: _Storage) -> _Storage:
+    def _layer_backward(self, halves: _Halves, saved: list, grad: Storage) -> Storage:
         """The gradient of the layer's input; ``grad``, that of its output, goes. Autograd adds the residual's in
         place."""
         ledger = self.ledger
         saved_attention, saved_mlp, masks, scores = saved
-        if isinstance(saved_mlp, tuple):
-            mlp, middle = saved_mlp
-            again, saved_mlp = self.forward(mlp, {"x": middle}, True)
-            grad = self._branch_backward(saved_mlp, grad, masks)
-            ledger.drop(again, middle)
-        elif self.fused_adds:
-            both = self.backward(saved_mlp, grad)
-            ledger.drop(grad)
-            grad = both
+        if not isinstance(halves.mlp, Branch):
+            made = self.backward(saved_mlp, [grad])
+            ledger.drop(grad, made.pop("residual", None))
+            grad = made.pop("x")
         else:
-            grad = self._branch_backward(saved_mlp, grad, masks)
+            grad = self._branch_backward(halves.mlp, saved_mlp, grad, masks)
         if scores is not None:
             ledger.passing(scores.nbytes)
-        grad = self._branch_backward(saved_attention, grad, masks)
+        grad = self._branch_backward(halves.attention, saved_attention, grad, masks)
         ledger.drop(scores)
         return grad
 
-    def _branch_backward(self, saved: _Saved, grad: _Storage, masks: list[_Storage]) -> _Storage:
+    def _branch_backward(self, branch: Branch, saved: list, grad: Storage, masks: list[Storage]) -> Storage:
         """Backward of an add and of the branch in front of it. The stream's gradient stays where it is and takes the
         branch's."""
         ledger, arrives = self.ledger, grad
         if masks:
             arrives = ledger.new(self.hidden)
             ledger.drop(masks.pop())
-        dx = self.backward(saved, arrives)
+        dx = branch.backward(self, saved, arrives)
         ledger.drop(dx, *((arrives,) if arrives is not grad else ()))
         return grad
+
+
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """A layer: what stands between its residual adds, or the MLP's plan that has both adds in it."""
+
+    attention: Branch
+    mlp: Branch | PlannedGraph

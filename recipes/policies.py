@@ -5,25 +5,64 @@ from __future__ import annotations
 from ..integration.planner.policy import Policy
 from ..integration.problems import Problem
 from ..integration.settings import POLICIES, SettingsError, given, settings
-from .config import AT_MOST, Recipe, pattern_and_mode
+from .config import AT_MOST, Model, Recipe, pattern_and_mode
 
-MODULE_KINDS = ("self_attention", "mlp", "final_layernorm", "loss")
-"""What runs plans in a model, by the last part of the modules' names; the first two are in every layer."""
+_PARTS: dict[str, str] = {
+    "input_layernorm": "input_layernorm",
+    "linear_q_down_proj": "self_attention.linear_q_down_proj",
+    "q_layernorm": "self_attention.q_layernorm",
+    "linear_kv_down_proj": "self_attention.linear_kv_down_proj",
+    "kv_layernorm": "self_attention.kv_layernorm",
+    "self_attention": "self_attention",
+    "linear_proj": "self_attention.linear_proj",
+    "mlp": "mlp",
+    "pre_mlp_layernorm": "pre_mlp_layernorm",
+    "router": "mlp.router",
+    "experts": "mlp",
+    "shared_experts": "mlp.shared_experts",
+}
+"""What runs plans in a layer, and its name there. Latent attention and layers of experts have several."""
+
+MODULE_KINDS = (*_PARTS, "final_layernorm", "loss")
+"""What runs plans in a model."""
+
+
+def _runs(m: Model, kind: str, layer: int) -> bool:
+    """Whether there is such a module in a layer, counted from 0."""
+    if kind in ("pre_mlp_layernorm", "router", "experts"):
+        return m.has_experts(layer)
+    if kind == "shared_experts":
+        return m.has_experts(layer) and m.moe_shared_expert_intermediate_size is not None
+    if kind == "mlp":
+        return not m.has_experts(layer)
+    if kind == "self_attention":
+        return True
+    low_rank = m.q_lora_rank is not None
+    wanted = {"linear_q_down_proj": low_rank, "q_layernorm": low_rank and m.qk_norm, "kv_layernorm": m.qk_norm}
+    return m.latent and wanted.get(kind, True)
+
+
+def stages_of(recipe: Recipe, kind: str) -> tuple[tuple[str, ...], ...]:
+    """Names of the modules of one of ``MODULE_KINDS`` on each pipeline stage, in the order of the layers, which are
+    numbered through all stages."""
+    m, stages = recipe.model, recipe.parallel.pipeline
+    if kind in ("final_layernorm", "loss"):
+        name = "decoder.final_layernorm" if kind == "final_layernorm" else "loss"
+        there = kind == "final_layernorm" or recipe.plan.loss_runs != "megatron"
+        return (*((),) * (stages - 1), (name,) if there else ())
+    size = -(-m.num_layers // stages)
+    ranges = [range(k, min(k + size, m.num_layers)) for k in range(0, m.num_layers, size)]
+    return tuple(tuple(f"decoder.layers.{i}.{_PARTS[kind]}" for i in layers if _runs(m, kind, i)) for layers in ranges)
 
 
 def modules_of(recipe: Recipe, kind: str) -> tuple[str, ...]:
-    """Names of the modules of one of ``MODULE_KINDS``, in the order of the layers, which are numbered through all pipeline
-    stages."""
-    if kind == "final_layernorm":
-        return ("decoder.final_layernorm",)
-    if kind == "loss":
-        return () if recipe.plan.loss_runs == "megatron" else ("loss",)
-    return tuple(f"decoder.layers.{i}.{kind}" for i in range(recipe.model.num_layers))
+    """Names of the modules of one of ``MODULE_KINDS`` in the order of the layers."""
+    return tuple(name for stage in stages_of(recipe, kind) for name in stage)
 
 
 def module_names(recipe: Recipe) -> tuple[str, ...]:
     """Names of all modules of the model that run plans: what the patterns of plan.per_module are held against."""
-    return tuple(name for kind in MODULE_KINDS for name in modules_of(recipe, kind))
+    return tuple(dict.fromkeys(name for kind in MODULE_KINDS for name in modules_of(recipe, kind)))
 
 
 def policy_of(recipe: Recipe) -> Policy:

@@ -57,6 +57,9 @@ _GATES = tuple(f"{a}{b}" for a in ("swiglu", "geglu", "gelu", "squared_relu") fo
 _LOSS = ("cross_entropy", "cross_entropy_bwd")
 _SHARDS = ("shard_targets", "stack_shard", "shard_loss")
 _HEADS = ("split", "concat", "unflatten_heads", "flatten_heads", "expand_heads", "sum_heads")
+_GROUPED = ("grouped_matmul", "grouped_matmul_dgrad", "grouped_matmul_wgrad")
+_MOE = ("group_by_expert", "tokens_per_expert", "permute", "permute_bwd", "unpermute", "unpermute_bwd", "router", "router_bwd",
+        "load_balancing_loss", "load_balancing_loss_bwd", "z_loss", "z_loss_bwd")  # fmt: skip
 _K = "layerplan.kernels"
 _QUACK = ("torch", "quack")
 _OWN = ("torch", "tvm_ffi", "cutlass")  # own kernels: what compiles and loads them
@@ -69,6 +72,13 @@ MANIFEST: tuple[Entry, ...] = (
     Entry("linear_swiglu/quack", f"{_K}.linear.quack_swiglu:QuackLinearSwiglu",
           ("linear", "swiglu", "linear_dgrad", "swiglu_bwd"), TMA, _QUACK,
           note="quack-kernels; swiglu (where gate and up are not saved) and its gradient in the epilogue of the product before it"),
+    Entry("grouped_matmul/torch", f"{_K}.linear.torch_grouped:TorchGroupedMatmul", _GROUPED, ("sm_90", "sm_100", "sm_103", "cpu"),
+          note="torch's grouped product (CUTLASS, bfloat16); on a CPU a loop over the groups", trial=True),
+    Entry("grouped_matmul/quack", f"{_K}.linear.quack_grouped:QuackGroupedMatmul", _GROUPED, ("sm_90", "sm_100", "sm_103"), _QUACK,
+          note="quack-kernels; 16-bit operands, fp32 accumulation into main_grad in the epilogue", trial=True),
+    Entry("moe/torch", f"{_K}.moe.torch:TorchMoE", _MOE, ALL, note="torch's index ops; permute, unpermute and router without a host sync"),
+    Entry("moe/cute", f"{_K}.moe.cute:CuteMoE", _MOE[:8], GPUS, _OWN,
+          note="own kernels; rows read and written once, sums in slot order, slots sorted without atomics, router in one launch", trial=True),
     Entry("norm/torch", f"{_K}.norm.torch:TorchNorm", _NORM, ALL, note="native norms"),
     Entry("norm/quack", f"{_K}.norm.quack:QuackNorm", _NORM, GPUS, _QUACK,
           note="quack-kernels; float32 residuals fused, others added in front"),

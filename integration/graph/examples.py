@@ -78,6 +78,29 @@ def _lse(a: Asked) -> torch.Tensor:
     return a.uniform() + math.log(max(count, 1)) + 0.5
 
 
+def _experts(a: Asked) -> torch.Tensor:
+    """Each token's slots name experts that follow on each other: all have about as many rows, none comes twice in a token."""
+    logits = a.of("logits")
+    return a.count() % (a.node.attr("num_experts") if logits is None else logits[1])
+
+
+def _row_counts(a: Asked, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows of each expert, as even as they can be; where its group ends, with padding). Where nothing maps tokens, of what rows there are."""
+    row_map, align = a.of("row_map"), a.node.attributes.get("align", 1)
+    rows = (a.of("x") or a.of("dy") or (0,))[0] if row_map is None else math.prod(row_map)
+    first = torch.arange(experts, device=a.generator.device)
+    counts = (rows - first + experts - 1).clamp(min=0) // experts
+    return counts, ((counts + align - 1) // align * align).cumsum(0)
+
+
+def _row_map(a: Asked) -> torch.Tensor:
+    """Slots deal their rows out to the experts in turn."""
+    (experts,), slot = a.of("offsets") or (1,), a.count()
+    counts, ends = _row_counts(a, experts)
+    begins = torch.cat((ends.new_zeros(1), ends[:-1]))
+    return begins[slot % experts] + slot // experts
+
+
 def _weight(a: Asked) -> torch.Tensor:
     """A matrix keeps the magnitude of what it multiplies; a gamma is of magnitude 1."""
     return a.normal() * (a.shape[-1] ** -0.5 if len(a.shape) > 1 and a.shape[-1] else 1.0)
@@ -90,6 +113,13 @@ PORTS: dict[str, Callable[[Asked], torch.Tensor]] = {
     "targets": lambda a: a.integers(_classes(a)),
     "hits": lambda a: a.integers(_classes(a)),
     "first": lambda a: a.count(),
+    "expert_map": _experts,
+    "row_map": _row_map,
+    "counts": lambda a: _row_counts(a, a.shape[0])[0],
+    "offsets": lambda a: _row_counts(a, a.shape[0])[1],
+    "tokens_per_expert": lambda a: 99 * a.uniform() + 1,
+    "total_tokens": lambda a: 99 * a.uniform() + 1,
+    "padding_mask": lambda a: a.uniform() < 0.1,
     "seed": lambda a: a.integers(1 << 31),
     "offset": lambda a: a.integers(1 << 16),
     "mask": lambda a: a.uniform() < 0.1,

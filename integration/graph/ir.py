@@ -28,21 +28,22 @@ class GraphError(ValueError):
 class Dim:
     """A symbolic size, known only at run time. ``hint`` is the size that estimates use (a power of two).
 
-    One that is computed from others (``size_of``) is ceil(product of ``of`` / ``per``) * ``times``; its hint is what that gives on
-    the hints of the others."""
+    One that is computed from others (``size_of``) is ceil(product of ``of`` / ``per``) * ``times`` + ``plus``; its hint is what that
+    gives on the hints of the others."""
 
     name: str
     hint: int = 1
     of: tuple[int | Dim, ...] = ()
     per: int = 1
     times: int = 1
+    plus: int = 0
 
     def at(self, size: Callable[[Dim], int]) -> int:
         """The size where ``size`` gives those of the dims that are not computed."""
         if not self.of:
             return size(self)
         product = math.prod(d.at(size) if isinstance(d, Dim) else d for d in self.of)
-        return -(-product // self.per) * self.times
+        return -(-product // self.per) * self.times + self.plus
 
     def __repr__(self) -> str:
         return self.name
@@ -51,21 +52,22 @@ class Dim:
 type Size = int | Dim
 
 
-def size_of(sizes: Iterable[Size], per: int = 1, times: int = 1) -> Size:
-    """ceil(product of ``sizes`` / ``per``) * ``times``: a number where all sizes are, else a Dim."""
+def size_of(sizes: Iterable[Size], per: int = 1, times: int = 1, plus: int = 0) -> Size:
+    """ceil(product of ``sizes`` / ``per``) * ``times`` + ``plus``: a number where all sizes are, else a Dim."""
     factors: list[Size] = []
     for d in sizes:  # a product of products is one product
-        factors += d.of if isinstance(d, Dim) and d.of and d.per == d.times == 1 else [d]
+        factors += d.of if isinstance(d, Dim) and d.of and d.per == d.times == 1 and not d.plus else [d]
     number = math.prod(d for d in factors if isinstance(d, int))
     dims = tuple(d for d in factors if isinstance(d, Dim))
     if not dims or number == 0:
-        return -(-number // per) * times
+        return -(-number // per) * times + plus
     of = dims if number == 1 else (number, *dims)
-    if len(of) == 1 and per == times == 1:
+    if len(of) == 1 and per == times == 1 and not plus:
         return dims[0]
     name = "*".join(map(str, of))
     name = name if per == 1 else f"ceil({name}/{per})"
-    made = Dim(name if times == 1 else f"{times}*({name})", 1, of, per, times)
+    name = name if times == 1 else f"{times}*({name})"
+    made = Dim(f"{name}+{plus}" if plus else name, 1, of, per, times, plus)
     return dataclasses.replace(made, hint=made.at(lambda d: d.hint))
 
 
@@ -176,7 +178,7 @@ class Graph:
 
         def size(d: Size) -> Any:
             if isinstance(d, Dim) and d.of:
-                return [[size(f) for f in d.of], d.per, d.times]
+                return [[size(f) for f in d.of], d.per, d.times, *((d.plus,) if d.plus else ())]
             return dims.setdefault(d.name, f"d{len(dims)}") if isinstance(d, Dim) else d
 
         def spec(s: TensorSpec) -> list[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from ..problems import Problem, show
-from . import compat
+from . import compat, moe_config
 
 
 class ConfigError(ValueError):
@@ -89,7 +89,7 @@ HONOURED: dict[str, str] = {
     "activation_func_clamp_value": "activation: gated ones only",
     "bias_activation_fusion": "activation: gelu then uses tanh, as Megatron's fused one does",
     "recompute_granularity": "save policies of the plans; Megatron's checkpoint around a layer",
-    "recompute_modules": "save policies of the plans: layernorm, moe_act of dense MLPs, mla_up_proj; mlp with fused residual adds; "
+    "recompute_modules": "save policies of the plans: layernorm, moe_act, mla_up_proj; mlp with fused residual adds; "
     "core_attn of MLA, whose plan keeps nothing that it would rebuild; the others are Megatron's",
     "multi_latent_attention": "block spec",
     "q_lora_rank": "sizes",
@@ -102,14 +102,10 @@ HONOURED: dict[str, str] = {
     "no_rope_freq": "Megatron's rotary embedding; see _latent",
     "apply_rope_fusion": "latent attention: the planner chooses the kernel; elsewhere Megatron's rotary embedding",
     "num_layers": "block spec",
-    "num_moe_experts": "block spec; experts are Megatron's SequentialMLP",
-    "moe_layer_freq": "block spec",
-    "moe_grouped_gemm": "block spec; passed on to the fallback provider",
-    "moe_shared_expert_overlap": "linears leave the collectives to the shared expert",
     "context_parallel_size": "must be 1, see _context_parallel",
     "fused_residual_rmsnorm": "the norm's residual stays Megatron's; see _residual_norm for recomputation",
     "attention_backend": "auto: the planner chooses; see _attention_backend",
-}
+} | moe_config.HONOURED
 """Fields that layerplan's slots or block spec act upon, and where."""
 
 _TE = "it is Transformer Engine's"
@@ -197,14 +193,14 @@ REFUSED: dict[str, Refusal] = {
 _IRRELEVANT_GROUPS: dict[str, str] = {
     "Megatron's groups, schedules and pipeline": """
         pipeline_model_parallel_comm_backend pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-        expert_model_parallel_size expert_tensor_parallel_size timers finalize_model_grads_func grad_scale_func
+        timers finalize_model_grads_func grad_scale_func
         moe_grad_scale_func mtp_grad_scale_func no_sync_func grad_sync_func param_sync_func
         num_microbatches_with_partial_activation_checkpoints pipeline_dtype variable_seq_lengths
         overlap_p2p_comm batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs
         overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage barrier_with_L1_time
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-        overlap_moe_expert_parallel_comm ep_overlap_early_attn_memory_release calculate_per_token_loss
+        ep_overlap_early_attn_memory_release calculate_per_token_loss
         config_logger_dir hetereogenous_dist_checkpoint high_priority_a2a_comm_stream""",
     "Megatron's embedding, output layer and loss": """
         cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute wgrad_deferral_limit
@@ -220,26 +216,20 @@ _IRRELEVANT_GROUPS: dict[str, str] = {
         attention_output_gate test_mode bias_dropout_fusion mlp_chunks_for_prefill flash_attention_version""",
     "a choice of kernel with the same result, which the planner makes here": """
         masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm
-        disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache use_fused_weighted_squared_relu""",
+        disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache use_fused_weighted_squared_relu
+        moe_permute_fusion moe_router_fusion""",
     "resolved by Megatron into gtp_weight_remat_size and expert_gtp_weight_remat_size, which are refused": """
         tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards""",
     "Megatron's checkpoint around whole layers": "recompute_method recompute_num_layers distribute_saved_activations",
     "random number trackers, which Megatron makes": "use_te_rng_tracker inference_rng_tracker inference_sampling_seed",
-    "Megatron's router, dispatcher and experts": """
-        moe_shared_expert_intermediate_size moe_shared_expert_gate moe_ffn_hidden_size
-        moe_router_load_balancing_type moe_router_topk moe_enable_routing_replay moe_router_topk_limited_devices
-        moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_router_num_groups
-        moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_score_function
-        moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
-        moe_router_quantile_balancing_ema moe_router_force_load_balancing moe_router_force_biased
-        moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps moe_token_dropping moe_token_dispatcher_type
+    "without effect unless moe_token_dispatcher_type = 'flex', whose layer is Megatron's": """
         moe_enable_deepep moe_flex_dispatcher_backend moe_permute_fusion_into_hybridep
-        moe_hybridep_pad_uneven_dispatch_inputs moe_per_layer_logging moe_expert_capacity_factor
-        moe_pad_expert_input_to_capacity moe_pad_experts_for_cuda_graph_inference moe_token_drop_policy
-        moe_layer_recompute moe_permute_fusion moe_router_fusion moe_apply_probs_on_input moe_latent_size
-        moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms moe_hybridep_num_blocks_permute
-        moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing moe_ncclep_static_shape
-        moe_ncclep_zero_copy moe_expert_rank_capacity_factor""",
+        moe_hybridep_pad_uneven_dispatch_inputs moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms
+        moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing
+        moe_ncclep_static_shape moe_ncclep_zero_copy moe_expert_rank_capacity_factor""",
+    "resolved by Megatron into other fields of experts, or read by its log": """
+        moe_router_topk_limited_devices moe_router_padding_for_fp8 moe_layer_recompute moe_token_dropping
+        moe_per_layer_logging moe_pad_experts_for_cuda_graph_inference""",
     "Megatron's CUDA graphs": """
         enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps
         cuda_graph_modules inference_cuda_graph_scope cuda_graph_scope""",
@@ -469,9 +459,8 @@ def _guards(config: Any) -> Iterable[Problem]:
         )
     if config.gradient_accumulation_fusion and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         yield from missing("gradient_accumulation_fusion", "True", "weight-gradient-accumulation", ", or set it to False")
-    # what is left to Megatron: the norms that stand before MLA and experts, and the experts' activation
+    # what is left to Megatron: the norms that stand before MLA and experts
     theirs = {"layernorm"} if config.multi_latent_attention or config.num_moe_experts else set()
-    theirs |= {"moe_act"} if config.num_moe_experts else set()
     again = {module for module in theirs if recomputes(config, module)}
     if again and importlib.util.find_spec("transformer_engine") is None:
         yield from missing("recompute_modules", str(sorted(again)), "checkpoint-fp8-flag", "")
@@ -488,6 +477,7 @@ RULES: tuple[Callable[[Any], Iterable[Problem]], ...] = (
     _context_parallel,
     _attention_backend,
     _residual_norm,
+    moe_config.experts_problems,
     _guards,
 )
 

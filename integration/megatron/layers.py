@@ -116,8 +116,8 @@ class Norm(BaseNorm):
                 self.bias.zero_()
 
 
-class _Linear(PlannedModule):
-    """What the linear slots share. Megatron's own classes own parameters and checkpoints; this runs the plan."""
+class PlannedLinear(PlannedModule):
+    """What the linear slots share, the experts' too. Megatron's own classes own parameters and checkpoints; this runs the plan."""
 
     def _prepare(self) -> None:
         self._deterministic = self.config.deterministic_mode
@@ -125,7 +125,7 @@ class _Linear(PlannedModule):
         self._post_wgrad_hooks: list[Any] = []
         if getattr(self.config, "delay_wgrad_compute", False):
             for p in self.parameters(recurse=False):
-                if p.dim() == 2:
+                if p.dim() >= 2:
                     p.skip_backward_post_hook = True
 
     def _parallel(self) -> TensorParallel:
@@ -148,7 +148,7 @@ class _Linear(PlannedModule):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
         self._post_wgrad_hooks.append(hook)
 
-    def backward_dw(self, *others: _Linear) -> None:
+    def backward_dw(self, *others: PlannedLinear) -> None:
         """The deferred weight gradients of one micro-batch, then the hooks that reduce them. ``others`` are linears whose
         weights are in one plan with this one's, which holds the sink of all of them."""
         done = [sink.run_deferred() for sink in self._sinks.values()]
@@ -170,7 +170,7 @@ def _unfused(config: TransformerConfig) -> TransformerConfig:
     return plain
 
 
-class ColumnParallelLinear(_Linear, tp_layers.ColumnParallelLinear):
+class ColumnParallelLinear(PlannedLinear, tp_layers.ColumnParallelLinear):
     """The column-parallel slot: [all-gather | copy] and product; in backward the all-gather of the input, the data
     gradient and its reduce-scatter run beside the weight gradient."""
 
@@ -227,7 +227,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
                 p.sequence_parallel = config.sequence_parallel
 
 
-class RowParallelLinear(_Linear, tp_layers.RowParallelLinear):
+class RowParallelLinear(PlannedLinear, tp_layers.RowParallelLinear):
     """The row-parallel slot: product and [reduce-scatter | all-reduce]."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
@@ -259,7 +259,7 @@ class _AnswersToTELinear(type):
     __hash__ = type.__hash__
 
 
-class DuplicatedLinear(_Linear, MegatronModule, metaclass=_AnswersToTELinear):
+class DuplicatedLinear(PlannedLinear, MegatronModule, metaclass=_AnswersToTELinear):
     """A linear whose weight is the same on every tensor-parallel rank (MLA's down projections).
 
     ``tp_comm_buffer_name`` names a buffer of tp_comm_overlap, which the config map refuses: nothing here reads it.

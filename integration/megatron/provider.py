@@ -7,11 +7,12 @@ from typing import Any
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 
 from . import layers
+from .moe_experts import GroupedExperts
 
 
 class LayerplanSpecProvider(BackendSpecProvider):
-    """Answers the slots of dense GQA and MLA models. ``fallback`` is the provider for the slots that layerplan does not
-    take (grouped experts, TE activation modules): Megatron's local one by default."""
+    """Answers the slots of GQA and MLA models, dense and with experts. ``fallback`` is the provider for the slot that
+    layerplan does not take (TE activation modules): Megatron's local one by default."""
 
     def __init__(self, fallback: BackendSpecProvider | None = None) -> None:
         self.fallback = fallback if fallback is not None else LocalSpecProvider()
@@ -38,7 +39,7 @@ class LayerplanSpecProvider(BackendSpecProvider):
         return layers.CoreAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        return self.fallback.grouped_mlp_modules(moe_use_grouped_gemm)
+        return GroupedExperts  # grouped either way
 
     def activation_func(self) -> Any:
         return self.fallback.activation_func()

@@ -13,6 +13,7 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -27,10 +28,14 @@ from . import compat, layers
 from .agreement import compare_planning_once
 from .config_map import raise_for
 from .latent_attention import MLASelfAttention
+from .moe_layer import LayerplanMoELayer, SharedExperts, raise_for_moe_layer
+from .moe_router import TopKRouter
 from .optimizer import install_optimizer
 from .provider import LayerplanSpecProvider
 from .self_attention import SelfAttention
 from .transformer_layer import LayerplanTransformerLayer, raise_for_residual
+
+MOE_LAYERS = ("layerplan", "megatron")
 
 
 @functools.cache
@@ -55,16 +60,22 @@ def guarded_residual_block_spec(config: Any, vp_stage: int | None = None, **opti
 
 
 def gpt_block_spec(config: Any, vp_stage: int | None = None, *, provider: BackendSpecProvider | None = None,
-                   pp_rank: int | None = None, fuse_residual: bool = False) -> TransformerBlockSubmodules:  # fmt: skip
+                   pp_rank: int | None = None, fuse_residual: bool = False, moe_layer: str = "layerplan") -> TransformerBlockSubmodules:  # fmt: skip
     """The layers of this pipeline stage and the final norm.
 
     ``config``: a TransformerConfig, or an object whose ``transformer`` is one (Megatron's GPTModelConfig). Every field that
     changes a layer's maths is honoured or refused: all problems in one ConfigError, before anything is built.
     ``fuse_residual``: dense layers run their residual adds in the MLP's plan (``LayerplanTransformerLayer``); layers of
     experts stay Megatron's. ValueError where no layer is dense.
+    ``moe_layer``: what runs layers of experts. "layerplan": ``LayerplanMoELayer``, whose router, permutation and experts are plans.
+    "megatron": Megatron's MoELayer with its router and its dispatchers ("flex" too) over the provider's experts.
     """
     config = config if isinstance(config, TransformerConfig) else config.transformer
     raise_for(config)
+    if moe_layer not in MOE_LAYERS:
+        raise ValueError(f"moe_layer = {moe_layer!r}: must be one of {', '.join(MOE_LAYERS)}")
+    if config.num_moe_experts and moe_layer == "layerplan":
+        raise_for_moe_layer(config)
     if fuse_residual:
         raise_for_residual(config)
     provider = provider or LayerplanSpecProvider()
@@ -73,7 +84,7 @@ def gpt_block_spec(config: Any, vp_stage: int | None = None, *, provider: Backen
     if fuse_residual and all(pattern):
         raise ValueError("fuse_residual = True: must be False where every layer has experts, whose residual adds are Megatron's; "
                          "leave it out")  # fmt: skip
-    made = {moe: _layer(config, provider, attention, moe, fuse_residual and not moe) for moe in set(pattern)}
+    made = {moe: _layer(config, provider, attention, moe and moe_layer, fuse_residual and not moe) for moe in set(pattern)}
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     specs = [made[moe] for moe in pattern[first : first + count]]
@@ -125,9 +136,18 @@ def _mla(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec
     )
 
 
-def _layer(config: TransformerConfig, provider: BackendSpecProvider, attention: ModuleSpec, moe: bool, fuse_residual: bool) -> ModuleSpec:
+def _moe(config: TransformerConfig, provider: BackendSpecProvider) -> Any:
+    linears = MLPSubmodules(linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear())
+    return partial(LayerplanMoELayer, submodules=MoESubmodules(
+        experts=provider.grouped_mlp_modules(config.moe_grouped_gemm), shared_experts=partial(SharedExperts, submodules=linears), router=TopKRouter))  # fmt: skip
+
+
+def _layer(config: TransformerConfig, provider: BackendSpecProvider, attention: ModuleSpec, moe: str | bool, fuse_residual: bool) -> ModuleSpec:
+    """``moe``: what runs a layer of experts, False for a dense one."""
     norm = provider.layer_norm(config.normalization == "RMSNorm")
-    if moe:
+    if moe == "layerplan":
+        mlp = _moe(config, provider)
+    elif moe:
         mlp = get_moe_module_spec_for_backend(provider, config.num_moe_experts, config.moe_grouped_gemm)
     else:
         mlp = partial(layers.MLP.as_mlp_submodule, submodules=MLPSubmodules(

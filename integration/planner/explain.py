@@ -29,6 +29,9 @@ EXAMPLES = {
     "rope": "--shape x=1x4096x32x128:bfloat16 --shape cos=4096x64:float32 --shape sin=4096x64:float32",
     "sdpa": "--shape q=1x4096x32x128:bfloat16 --shape k=1x4096x8x128:bfloat16 --shape v=1x4096x8x128:bfloat16 --attr causal=true",
     "swiglu": "--shape x=8192x28672:bfloat16",
+    "grouped_matmul": "--shape x=98304x2048:bfloat16 --shape weight=64x2816x2048:bfloat16 --shape offsets=64:int32",
+    "permute": "--shape x=16384x2048:bfloat16 --shape row_map=16384x6:int32 --shape counts=64:int32 --shape offsets=64:int32",
+    "router": "--shape logits=16384x64:float32 --attr topk=6",
     "cross_entropy": "--shape logits=8192x32768:bfloat16 --shape targets=8192:int64",
     "linear_cross_entropy": "--shape x=8192x4096:bfloat16 --shape weight=128256x4096:bfloat16 --shape targets=8192:int64",
 }
@@ -39,6 +42,9 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "flo
 _OVER_ROWS = frozenset({"rms_norm", "layer_norm", "linear", "swiglu", "geglu", "gelu", "squared_relu", "cross_entropy", "linear_cross_entropy", "add",
                         "bias_dropout_add"})  # fmt: skip
 """Ops over rows: all dims but the last are tokens."""
+_EXPERTS = frozenset({"group_by_expert", "tokens_per_expert", "permute", "grouped_matmul", "router", "load_balancing_loss", "z_loss"})
+_TOKENS = {"x": "t h!", "logits": "t e!", "expert_map": "t k!", "row_map": "t k!", "probs": "t k!", "padding_mask": "t"}
+"""Ops of a mixture of experts, and the ports of theirs whose first dim is tokens."""
 _CLOSE = 0.6  # difflib's own least likeness
 
 
@@ -147,7 +153,8 @@ def _pattern(op: str, port: str, rank: int, layout: str) -> str:
     if op in _OVER_ROWS:
         parameter = port in ("weight", "bias")
         return " ".join(f"p{i}!" for i in range(rank)) if parameter else "*t" if port in ("targets", "row_weight") else "*t n!"
-    return " ".join(f"p{i}!" for i in range(rank))
+    static = " ".join(f"p{i}!" for i in range(rank))
+    return _TOKENS.get(port, static) if op in _EXPERTS else static
 
 
 def _one_node(op: str, shapes: Mapping[str, tuple[Sequence[int], str | torch.dtype]], attrs: Mapping[str, Any]) -> Graph:

@@ -78,6 +78,11 @@ def _linear(name: str, *, n: int = 14336, k: int = 4096, dtype: str = "bfloat16"
     return Case(name, "linear", inputs | ({"bias": ((n,), dtype)} if bias else {}), accumulate=accumulate)
 
 
+def _grouped(name: str, *, experts: int = 64, n: int = 2816, k: int = 2048, dtype: str = "bfloat16", accumulate: bool = False) -> Case:
+    inputs = {"x": ((98304, k), dtype), "weight": ((experts, n, k), dtype), "offsets": ((experts,), "int32")}
+    return Case(name, "grouped_matmul", inputs, accumulate=accumulate)
+
+
 def _rope(name: str, *, d: int = 128, turned: int | None = None, dtype: str = "bfloat16",
           positions: bool = False, rows: int = 8192, **attrs) -> Case:  # fmt: skip
     inputs = {"x": ((rows, 2, 32, d), dtype), **{p: ((rows, (turned or d) // 2), "float32") for p in ("cos", "sin")}}
@@ -110,6 +115,13 @@ FAMILIES: dict[str, tuple[tuple[str, ...], tuple[Case, ...]]] = {
             *(_linear(d, dtype=d) for d in ("bfloat16", "float16", "float32")), _linear("bias", bias=True),
             _linear("added to a float32 main_grad", accumulate=True),
             _linear("widths that 8 does not divide", n=1001, k=1003),
+        ),
+    ),
+    "grouped matmul": (
+        ("grouped_matmul/torch", "grouped_matmul/quack"),
+        (
+            *(_grouped(d, dtype=d) for d in ("bfloat16", "float16", "float32")), _grouped("added to a float32 main_grad", accumulate=True),
+            _grouped("2048 experts", experts=2048), _grouped("widths that 8 does not divide", n=1001, k=1003),
         ),
     ),
     "norm": (

@@ -229,7 +229,8 @@ def _in_order(graph: Graph, regions: list[PlannedRegion]) -> tuple[PlannedRegion
     two read is freed early."""
     made_by = {v: i for i, r in enumerate(regions) for n in r.region.nodes for _, v in n.outputs}
     waiting = {i: {made_by[v] for v in r.region.graph.inputs if v in made_by} for i, r in enumerate(regions)}
-    data_grads = {i: {n.input("dy") for n in r.region.nodes if n.op == "linear_dgrad"} for i, r in enumerate(regions)}
+    table = op_table()
+    data_grads = {i: {n.input("dy") for n in r.region.nodes if n.op.endswith("_dgrad")} for i, r in enumerate(regions)}
     order: list[int] = []
     flying: dict[str, int] = {}  # results of collectives that nobody has read yet -> when they were issued
 
@@ -240,7 +241,7 @@ def _in_order(graph: Graph, regions: list[PlannedRegion]) -> tuple[PlannedRegion
             return 0, 0, i
         if awaited:
             return 4, max(awaited), i
-        if all(op in ("linear_wgrad", "row_sum") for op in region.ops):
+        if all(table[op].weight_gradient or op == "row_sum" for op in region.ops):
             read = set(region.graph.inputs)
             return (3 if any(read & data_grads[k] for k in waiting) else 1), 0, i
         return 2, 0, i

@@ -96,7 +96,7 @@ def _collective(op: str, group: Any, size: int, in_place: bool):
     if op == "all_gather":
 
         def start(x):
-            out = torch.empty((x.shape[0] * size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+            out = x.new_empty(x.shape[0] * size, *x.shape[1:])
             return _Pending(out, dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=True))
 
     elif op == "reduce_scatter":
@@ -106,7 +106,7 @@ def _collective(op: str, group: Any, size: int, in_place: bool):
                 raise ValueError(
                     f"reduce_scatter: dim 0 = {x.shape[0]} must divide by the group's size {size}; pad the sequence"
                 )
-            out = torch.empty((x.shape[0] // size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+            out = x.new_empty(x.shape[0] // size, *x.shape[1:])
             return _Pending(out, dist.reduce_scatter_tensor(out, x.contiguous(), group=group, async_op=True))
 
     else:
@@ -220,7 +220,7 @@ def forward_programs(part: GraphPlan, arch: Arch, num_outputs: int, saved: tuple
     w, inputs, result = write(outputs)
     plain = w.function(inputs, [], [result])
     w, inputs, result = write((*outputs, *saved))
-    tail = [f"ctx.save_for_backward({', '.join(w.name(v) for v in saved)})", "ctx.sink = sink"]
+    tail = [f"ctx.save_for_backward({', '.join(w.name(v) for v in saved)})", "if sink is not None: ctx.sink = sink"]
     if num_outputs > 1:
         tail.append("ctx.set_materialize_grads(False)")
     if non_differentiable:

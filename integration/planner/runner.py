@@ -113,10 +113,10 @@ class WeightGrads:
         ``grad_added_to_main_grad``, are not among them. Empty without ``fuse``."""
         if not self.fuse:
             return ()
-        return tuple(
+        return tuple([
             i for i, p in self.params.items()
             if p.requires_grad and getattr(p, "main_grad", None) is not None and hasattr(p, "grad_added_to_main_grad")
-        )  # fmt: skip
+        ])  # fmt: skip
 
     def dummy(self, position: int) -> torch.Tensor:
         """What autograd gets in place of a gradient that went into ``main_grad``: shape, dtype and device of the parameter; zeros
@@ -124,7 +124,7 @@ class WeightGrads:
         p = self.params[position]
         p.grad_added_to_main_grad = True
         make = torch.zeros if getattr(p, "zero_out_wgrad", False) else torch.empty
-        return make(p.shape, dtype=p.dtype, device=p.device)
+        return make(*p.shape, dtype=p.dtype, device=p.device)  # sizes one by one: as a tuple they cost 1 us more
 
     def push(self, job: Callable[[], None]) -> None:
         self._queue.append(job)
@@ -201,19 +201,19 @@ class Executable:
 
     def backward(self, sink: WeightGrads | None, saved: list, grads: tuple) -> tuple:
         """The gradients of the inputs. Empties ``saved``, so that each saved tensor is freed after its last reader."""
-        given = (True,) if self.single else tuple(g is not None for g in grads)
+        given = (True,) if self.single else tuple([g is not None for g in grads])
         fused = sink.fused_positions() if sink is not None else ()
         program, pick, fill, fused, picked_saved = self._variant(given, fused, sink)
         if fill:
             grads, sizes = list(grads), self._sizes(saved, grads)
             device = next(g.device for g in grads if g is not None)
             for i, spec in fill:
-                shape = [d if isinstance(d, int) else sizes[d.name] for d in spec.shape]
+                shape = [d if isinstance(d, int) else sizes[d.name] if d.name in sizes else d.at(lambda d: sizes[d.name]) for d in spec.shape]
                 grads[i] = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
-        grads = tuple(grads[i] for i in pick)
+        grads = tuple([grads[i] for i in pick])
         if picked_saved is not None:
             saved[:] = [saved[i] for i in picked_saved]
-        extra = tuple(sink.params[i].main_grad for i in fused) if fused else ()
+        extra = tuple([sink.params[i].main_grad for i in fused])
         results, carry = program.data(saved, grads, extra)
         if program.weight is not None:
             self._defer(sink, program, carry, fused)
@@ -268,7 +268,8 @@ class Executable:
         graph, results, fused = accumulate_weight_grads(part.backward, part.grads, fused)
         deferred = ()
         if defer:
-            wgrads = {v for n in graph.nodes if n.op == "linear_wgrad" for _, v in n.outputs}
+            table = op_table()
+            wgrads = {v for n in graph.nodes if table[n.op].weight_gradient for _, v in n.outputs}
             deferred = tuple(i for i, v in enumerate(results) if v in wgrads)
         made = cached_plan(graph, self.arch, self._owner.policy, pins=self._owner.pins, records=self._owner.records)
         self.plans.append(made)
@@ -299,6 +300,7 @@ def _function(name: str, forward: Callable[..., Any], backward: Callable[..., tu
     """
     made = type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
     made._backward_cls.apply = lambda ctx, *grads: backward(ctx, *grads)  # a plain function: it is bound to ctx
+    made._backward_cls.sink = None  # unless a call sets its own: a context without attributes has no dictionary
     return made, super(torch.autograd.Function, made).apply
 
 

@@ -27,12 +27,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ...modules.base import apply_policy, planned_names
 from ...recipes import Problem, Recipe, RecipeError
-from ...recipes.config import load_records
+from ...recipes.config import Model, load_records
 from ...recipes.policies import policy_of
 from ..engines.arch import Arch
 from ..engines.packages import absence, import_error
@@ -134,8 +135,9 @@ def ranks_of(recipe: Recipe) -> Iterator[Ranks]:
         if problems:
             raise RecipeError(problems)
         p, t = recipe.parallel, recipe.train
-        mpu.initialize_model_parallel(p.tensor, p.pipeline)
+        mpu.initialize_model_parallel(p.tensor, p.pipeline, expert_model_parallel_size=p.expert, expert_tensor_parallel_size=p.expert_shards)
         stack.callback(mpu.destroy_model_parallel)
+        stack.callback(destroy_moe_metrics_tracker)  # Megatron's log of router losses is the process's
         torch.manual_seed(t.seed)
         model_parallel_cuda_manual_seed(t.seed)  # after the line above: on a CPU both seed the one generator
         data_size = mpu.get_data_parallel_world_size()
@@ -223,17 +225,40 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif plan.recompute == "selective":
         recompute = {"recompute_granularity": "selective", "recompute_modules": list(plan.recompute_modules)}
-    return TransformerConfig(
+    make, latent = (MLATransformerConfig, _latent_fields(m)) if m.latent else (TransformerConfig, {"kv_channels": m.head_width})
+    return make(
         num_layers=m.num_layers, hidden_size=m.hidden_size, ffn_hidden_size=m.ffn_hidden_size,
-        num_attention_heads=m.num_attention_heads, num_query_groups=m.num_query_groups, kv_channels=m.head_width,
+        num_attention_heads=m.num_attention_heads, num_query_groups=m.num_query_groups,
         normalization=m.normalization, layernorm_epsilon=m.norm_eps, activation_func=_ACTIVATIONS[m.activation],
         gated_linear_unit=m.gated, add_bias_linear=m.linear_bias, add_qkv_bias=m.qkv_bias, qk_layernorm=m.qk_norm,
         hidden_dropout=m.hidden_dropout, attention_dropout=m.attention_dropout, init_method_std=m.init_std,
         tensor_model_parallel_size=p.tensor, pipeline_model_parallel_size=p.pipeline, sequence_parallel=p.sequence,
         pipeline_dtype=dtype, params_dtype=dtype, bf16=dtype is torch.bfloat16, deterministic_mode=plan.deterministic,
         calculate_per_token_loss=True, attention_softmax_in_fp32=True, gradient_accumulation_fusion=plan.gradient_accumulation_fusion,
-        **_fusions(recipe), **recompute,
+        **_fusions(recipe), **recompute, **latent, **_expert_fields(recipe),
     )  # fmt: skip
+
+
+def _latent_fields(m: Model) -> dict[str, Any]:
+    """Megatron's fields of multi-head latent attention, whose rotary embedding is its own."""
+    names = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    return {n: getattr(m, n) for n in names} | {"multi_latent_attention": True, "rope_type": "rope", "rotary_base": m.rope_base}
+
+
+_RECIPES_OWN = ("moe_dense_layers", "moe_ffn_hidden_size")  # fields of experts that Megatron has under another name or value
+
+
+def _expert_fields(recipe: Recipe) -> dict[str, Any]:
+    """Megatron's fields of experts; the recipe's bear their names. Layers have one shape in checkpoints where all have experts."""
+    m, p = recipe.model, recipe.parallel
+    if m.num_experts is None:
+        return {}
+    same = {f.name: getattr(m, f.name) for f in dataclasses.fields(m) if f.name.startswith("moe_") and f.name not in _RECIPES_OWN}
+    return same | {
+        "num_moe_experts": m.num_experts, "moe_ffn_hidden_size": m.expert_width, "moe_grouped_gemm": recipe.plan.layers == "layerplan",
+        "moe_layer_freq": [int(m.has_experts(i)) for i in range(m.num_layers)] if m.moe_dense_layers else 1,
+        "moe_token_dispatcher_type": p.dispatcher, "expert_model_parallel_size": p.expert, "expert_tensor_parallel_size": p.expert_shards,
+    }  # fmt: skip
 
 
 def _fusions(recipe: Recipe) -> dict[str, Any]:
@@ -254,12 +279,15 @@ def block_spec(recipe: Recipe, config: TransformerConfig) -> Any:
 
         return gpt_block_spec(config, fuse_residual=recipe.plan.fuse_residual)
     from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
     )
 
     if recipe.plan.layers == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    if recipe.model.num_experts is not None:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
 
 

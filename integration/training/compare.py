@@ -206,15 +206,29 @@ def compare_problems(recipe: Recipe, a: str, b: str) -> list[Problem]:
     ):
         if value != default:
             problems.append(Problem(f"plan.{name}", value, said, f"leave plan.{name} out"))
-    if p.tensor * p.pipeline > 1:
+    if p.replica > 1:
+        experts = ", parallel.expert" if recipe.model.num_experts is not None else ""
         problems.append(
             Problem(
-                "parallel.tensor * parallel.pipeline",
-                p.tensor * p.pipeline,
+                f"parallel.tensor * parallel.pipeline{experts}",
+                p.replica,
                 "a comparison runs in one process",
-                "set parallel.tensor=1 parallel.pipeline=1 parallel.sequence=false",
+                "set parallel.tensor=1 parallel.pipeline=1 parallel.sequence=false"
+                + (" parallel.expert=1 parallel.expert_tensor=none" if experts else ""),
             )
         )
+    if MEGATRON in (a, b):
+        for name, what in (("num_experts", "experts"), ("kv_lora_rank", "latent attention")):
+            value = getattr(recipe.model, name)
+            if value is not None:
+                problems.append(
+                    Problem(
+                        f"model.{name}",
+                        value,
+                        f"Megatron's side is made of its dense local layers, which have no {what}",
+                        "compare two policies, or reference with one",
+                    )
+                )
     world = launcher_environment().get("WORLD_SIZE", "1")
     if world != "1":
         problems.append(

@@ -126,7 +126,6 @@ def dry_run_report(checked: Checked, out: Callable[[str], None]) -> int:
 
     recipe, arch = checked.recipe, _arch(checked.recipe)
     m, p, t = recipe.model, recipe.parallel, recipe.train
-    ranks = p.tensor * p.pipeline
     planned = failed = None
     try:
         planned = estimate_recipe(recipe, arch, pins=checked.pins, records=checked.records)
@@ -135,10 +134,15 @@ def dry_run_report(checked: Checked, out: Callable[[str], None]) -> int:
     tokens = t.global_batch * m.seq_length
     out(f"recipe      {recipe.name}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.num_query_groups} "
         f"groups, vocabulary {m.vocab_size}, sequence {m.seq_length}")  # fmt: skip
+    if m.num_experts is not None:
+        shared = f", a shared one of {m.moe_shared_expert_intermediate_size}" if m.moe_shared_expert_intermediate_size else ""
+        out(f"experts     {m.moe_router_topk} of {m.num_experts} a token, {m.expert_width} hidden units each{shared}, "
+            f"in {m.num_layers - m.moe_dense_layers} layers")  # fmt: skip
     out(f"parameters  {parameter_count(recipe):,}")
     out(f"batch       {t.global_batch} sequences = {tokens:,} tokens a step, micro-batches of {t.micro_batch}; {t.steps:,} steps = {tokens * t.steps:,} tokens")
     out(f"compute     {flops_per_token(recipe) * tokens:.3e} model FLOPs a step, {flops_per_token(recipe) * tokens * t.steps:.3e} in all")
-    out(f"ranks       {ranks} per replica (tensor {p.tensor}, pipeline {p.pipeline}{', sequence parallel' if p.sequence else ''})")
+    experts = f", expert {p.expert} by {p.expert_shards}" if m.num_experts is not None else ""
+    out(f"ranks       {p.replica} per replica (tensor {p.tensor}, pipeline {p.pipeline}{experts}{', sequence parallel' if p.sequence else ''})")
     gpu = _gpu(recipe)
     if planned is not None:
         memory = memory_estimate(recipe, arch, planned=planned)
@@ -172,9 +176,10 @@ def _check_megatron(recipe: Recipe) -> str:
     if recipe.plan.layers == "layerplan":
         from ..megatron import compat
         from ..megatron.config_map import check_config
+        from ..megatron.moe_config import layer_problems
 
         with compat.apply(*compat.GUARDS):  # as in every run of the trainer
-            problems = check_config(config)
+            problems = check_config(config) + (list(layer_problems(config)) if config.num_moe_experts else [])
         if problems:
             raise RecipeError(problems)
         return "the recipe's, Megatron-Core's and the layers' rules"

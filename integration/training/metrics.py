@@ -1,6 +1,7 @@
 """Metrics of a run: one JSON object per line, written by the first rank that knows the loss.
 
-Fields: step, loss (nats per token), validation_loss (in the same unit; only where it was taken), grad_norm, lr, tokens
+Fields: step, loss (nats per token), validation_loss (in the same unit; only where it was taken), load_balancing_loss (or seq_..., global_...)
+and z_loss (of routers, mean over layers, before their coefficients; only where the recipe has them), grad_norm, lr, tokens
 (seen so far), seconds (of the step), tokens_per_s (all ranks), flops_per_s (model FLOP/s, all ranks), mfu (fraction of the
 ranks' peak; absent where the peak is unknown), memory_bytes (peak of the writing rank), digest (first row of each start only: SHA-256
 of the recipe, data, versions, settings, plan file and measured times that all ranks share).

@@ -25,6 +25,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from ...recipes import Problem, Recipe, RecipeError
 from ...recipes.config import folder_problems
@@ -82,6 +83,8 @@ class Trainer:
         self._resumed = ""  # what to say of a resume once the first step has been planned
         self._signal: int | None = None
         self._batches: Any = None
+        self._router_losses = router_losses(recipe)
+        self.router_losses: dict[str, float] = {}  # of the last step, by name
         self.checkpoints: Checkpointer | None = None
         if recipe.checkpoint.dir is not None:
             c = recipe.checkpoint
@@ -124,6 +127,7 @@ class Trainer:
         sums = torch.stack([r["sums"] for r in reports]).sum(0) if self.ranks.last_stage else None
         self._stop_unless_finite(sums, f"loss is not finite at step {self.step + 1}", "before parameters are touched")
         loss = _mean_loss(sums)
+        self._collect_router_losses()
         _, norm, _ = built.optimizer.step()
         norm = float(norm) if norm is not None else 0.0
         self.step += 1
@@ -134,6 +138,17 @@ class Trainer:
                                  "lower optimizer.lr, or look at the data of this step")  # fmt: skip
         built.scheduler.step(increment=recipe.train.global_batch)
         return loss, norm
+
+    def _collect_router_losses(self) -> None:
+        """What the routers' losses were in this step: the mean over layers of experts, micro-batches and ranks, before their coefficients."""
+        if not self._router_losses:
+            return
+        config, means = self.built.config, {}
+        get_moe_metrics_tracker().report(
+            1 / get_num_microbatches(), self.step + 1, force_initialize=True, track_names=list(self._router_losses), num_layers=config.num_layers,
+            moe_layer_freq=config.moe_layer_freq, total_loss_dict=means,
+        )  # fmt: skip
+        self.router_losses = {name: float(value) for name, value in means.items()}
 
     def evaluate(self) -> float | None:
         """Mean loss per token on the first train.eval_batches global batches of the validation split (None except on the
@@ -201,7 +216,8 @@ class Trainer:
 
     def _layout(self) -> dict[str, int]:
         p = self.recipe.parallel
-        return {"tensor": p.tensor, "pipeline": p.pipeline, "data": self.ranks.data_size}
+        experts = {} if self.recipe.model.num_experts is None else {"expert": p.expert, "expert_tensor": p.expert_shards}
+        return {"tensor": p.tensor, "pipeline": p.pipeline, "data": self.ranks.data_size} | experts
 
     def save(self) -> None:
         """Save this step; in the background if the recipe says so. Before the first step there is nothing to save: no moments
@@ -277,12 +293,15 @@ class Trainer:
 
     def _compare(self, state: dict[str, Any], folder: Path) -> None:
         then, now = state["recipe"], self.recipe.to_dict()
-        problems = [Problem(f"model.{k}", v, f"{folder} was trained with {then['model'].get(k)!r}", "use the same model, or another checkpoint.dir")
-                    for k, v in now["model"].items() if k not in ("hidden_dropout", "attention_dropout") and then["model"].get(k) != v]  # fmt: skip
+        defaults = {f.name: f.default for f in dataclasses.fields(self.recipe.model)}  # of fields that an older layerplan did not have
+        before = {k: then["model"].get(k, defaults[k]) for k in now["model"]}
+        problems = [Problem(f"model.{k}", v, f"{folder} was trained with {before[k]!r}", "use the same model, or another checkpoint.dir")
+                    for k, v in now["model"].items() if k not in ("hidden_dropout", "attention_dropout") and before[k] != v]  # fmt: skip
         if then["train"]["global_batch"] != now["train"]["global_batch"]:
             problems.append(Problem("train.global_batch", now["train"]["global_batch"],
                                     f"{folder} was trained with {then['train']['global_batch']}: steps would count other samples",
                                     "use the same, or another checkpoint.dir"))  # fmt: skip
+        problems += self._compare_experts(state, folder)
         if problems:
             raise RecipeError(problems)
         silent = ("checkpoint", "logging", "name", "model")
@@ -291,6 +310,19 @@ class Trainer:
                 before = then.get(section, {}).get(key)
                 if before != value:
                     self.say(f"differs from the checkpoint: {section}.{key} = {value!r}, was {before!r}")
+
+    def _compare_experts(self, state: dict[str, Any], folder: Path) -> list[Problem]:
+        """Megatron keeps the moments of experts that have groups of their own in an optimiser of their own."""
+        if self.recipe.model.num_experts is None:
+            return []
+        now, then = self._layout(), state["layout"]
+        apart = {name: of.get("expert", 1) > 1 or of.get("expert_tensor", of["tensor"]) != of["tensor"] for name, of in (("now", now), ("then", then))}
+        if apart["now"] == apart["then"]:
+            return []
+        rule = (f"{folder} is of parallel.expert = {then.get('expert', 1)} and parallel.expert_tensor = {then.get('expert_tensor', then['tensor'])}: Megatron's "
+                "optimiser holds the moments of experts apart in one of both layouts")  # fmt: skip
+        remedy = "resume with parallel.expert=1 and the same tensor parallelism" if apart["now"] else "resume with experts shared by ranks, as before"
+        return [Problem("parallel.expert", now["expert"], rule, remedy)]
 
     def _restore_rng(self, folder: Path, state: dict[str, Any]) -> None:
         saved = load_rng(folder, self.ranks.rank) if state["layout"] == self._layout() else None
@@ -351,7 +383,7 @@ class Trainer:
                 self._say_resumed()
                 seconds = time.perf_counter() - started
                 validation = self.evaluate() if self._evaluates() else None
-                recorder.step(self.step, loss, norm, rate, seconds, validation)
+                recorder.step(self.step, loss, norm, rate, seconds, validation, self.router_losses)
                 if self.step == first or (self._evaluates() and not evaluated):
                     self.plans.say_differences(self.built.gpt)
                 evaluated = evaluated or self._evaluates()
@@ -416,13 +448,14 @@ class Recorder:
         self._peak = None if peak is None else peak * ranks.world
 
     def step(self, step: int, loss: float | None, norm: float, rate: float, seconds: float,
-             validation: float | None) -> None:  # fmt: skip
+             validation: float | None, router_losses: dict[str, float]) -> None:  # fmt: skip
         skipped = step % self._recipe.logging.every_steps and step != self._recipe.train.steps and validation is None
         if self._progress is None or skipped:
             return
         speed = self._tokens / seconds
         row = {"step": step, "loss": loss, "grad_norm": norm, "lr": rate, "tokens": step * self._tokens, "seconds": seconds,
                "tokens_per_s": speed, "flops_per_s": speed * self._flops, "memory_bytes": peak_memory(self._ranks.device)}  # fmt: skip
+        row |= router_losses
         if validation is not None:
             row["validation_loss"] = validation
         if self._digest is not None:
@@ -452,6 +485,16 @@ class Recorder:
             plots.plot_loss(self._file.path, self.folder / "loss.png", title=self._recipe.name)
         if self._recipe.logging.tensorboard:
             plots.write_tensorboard(self._file.path, self.folder / "tensorboard")
+
+
+def router_losses(recipe: Recipe) -> tuple[str, ...]:
+    """Names under which Megatron logs the losses of the recipe's routers."""
+    m = recipe.model
+    balance = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss", "global_aux_loss": "global_load_balancing_loss"}
+    if m.num_experts is None:
+        return ()
+    names = [balance[m.moe_router_load_balancing_type]] if m.moe_aux_loss_coeff > 0 else []
+    return (*names, *(["z_loss"] if m.moe_z_loss_coeff else []))
 
 
 def logging_folder(recipe: Recipe) -> Path | None:

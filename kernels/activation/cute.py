@@ -14,8 +14,8 @@ from ..common import quantized
 from ..common.rows import dtype_reason, fresh, rows, vector
 
 _DEVICE = "layerplan.kernels.activation.sm80.swiglu"
-_VECTORS = {"swiglu": (4, 1, 2, 8), "swiglu_bwd": (2, 1, 4)}  # of a thread, in flight at once
-_BATCH = (4, 2, 8)  # rows of a thread that are read at once: four of 16-bit gate and up take 32 registers
+_THREADS, _VECTORS = (128, 64, 256, 512), (1, 2, 4)  # of a block; of a thread, in flight at once
+_STREAMED = 32 << 20  # bytes of a result from which on its reader finds little of it in L2
 
 
 class CuteSwiglu(Engine):
@@ -94,12 +94,16 @@ class CuteSwigluQuantize(Engine):
 
 
 def _knobs(region: Region) -> dict[str, tuple[Any, ...]]:
-    """Knob -> values, the default first. A sum over rows has its order."""
-    return {} if "drow_weight" in region.wanted else {"vectors": _VECTORS[region.node.op]}
+    """Knob -> values, the default first. A sum over rows has its order. One vector of each operand a thread leaves
+    registers for as many threads as a multiprocessor takes, and small blocks waste little of the last wave."""
+    if "drow_weight" in region.wanted:
+        return {}
+    large = region.graph.specs[region.graph.outputs[0]].nbytes() >= _STREAMED
+    return {"threads": _THREADS, "vectors": _VECTORS, "keep": (False, True), "streaming": (large, not large)}
 
 
 def _quantize_knobs(region: Region) -> dict[str, tuple[Any, ...]]:
-    return quantized.knobs(quantized.wanted(region.graph, region.nodes[1]), batch=_BATCH)
+    return quantized.knobs(region.graph.specs[region.nodes[1].output("data")])
 
 
 def _reason(graph: Graph, node: Node) -> str | None:
@@ -127,7 +131,7 @@ def _forward(region: Region, kernel):
     width, step = x.shape[-1], _step(x)
 
     def launch(x, weight=None):
-        y = x.new_empty((*x.shape[:-1], width // 2))
+        y = x.new_empty(*x.shape[:-1], width // 2)
         if y.numel():
             kernel(rows(x, width, step), _weights(weight), *quantized.addresses((y,)))
         return y

@@ -302,11 +302,11 @@ def _dense_forward(code: Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
 
     def run(q, k, v, sink=None):
         q, k, v = _ready(q), _ready(k), _ready(v)
-        out = view = torch.empty((*q.shape[:-1], dv), dtype=q.dtype, device=q.device)
+        out = view = torch.empty(*q.shape[:-1], dv, dtype=q.dtype, device=q.device)
         if turned:
             q, k, v, view = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), out.transpose(0, 1)
         b, s, h, _ = q.shape
-        lse = torch.empty((b, h, s), dtype=torch.float32, device=q.device)
+        lse = torch.empty(b, h, s, dtype=torch.float32, device=q.device)
         call(q, k, v, view, lse, _vector(sink), None, None, s)
         return out, lse
 
@@ -333,7 +333,7 @@ def _backward(code: Code, attrs: dict[str, Any]) -> Callable[..., tuple]:
 
     def dense(dout, q, k, v, out, lse, sink=None, dlse=None):
         dout, q, k, v, out = _ready(dout), _ready(q), _ready(k), _ready(v), _ready(out)
-        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        grads = [x.new_empty(*x.shape) for x in (q, k, v)]
         views = grads
         if turned:
             dout, q, k, v, out = (x.transpose(0, 1) for x in (dout, q, k, v, out))

@@ -196,6 +196,11 @@ def rsqrt(a):
     return _ptx("rsqrt.approx.f32 {0}, {1}", a)
 
 
+def reciprocal(a):
+    """1 / a in float32 with a relative error of at most 2^-23, for normal numbers whose reciprocal is one."""
+    return _ptx("rcp.approx.ftz.f32 {0}, {1}", a)
+
+
 def mean(total, count: int):
     """total / count in float32, correctly rounded for a result of 2^-126 or more and a count below 2^20.
 

@@ -7,6 +7,7 @@ branch."""
 from __future__ import annotations
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
@@ -131,10 +132,34 @@ def block_scale(amax, dtype: str, power_of_two: bool):
         scale = _power(Int32(254) - e)
         inverse = float_of(Uint32(cutlass.select_(e == Int32(0), Int32(0x00400000), e << Int32(23))))
     else:
-        # a scale of 1 before the division, so that no slow path divides by 0
-        scale = _smaller(d.div(_MAX[dtype], cutlass.select_(none, Float32(_MAX[dtype]), amax)), 2.0**127)
-        return scale, d.div(1.0, scale)
+        scale, inverse = _quotients(larger(amax, _MAX[dtype] * 2.0**-127), dtype)
     return cutlass.select_(none, Float32(1.0), scale), cutlass.select_(none, Float32(1.0), inverse)
+
+
+def _quotients(amax, dtype: str):
+    """(M / amax, 1 / that), each rounded to nearest, for a finite amax of M / 2^127 or more.
+
+    Without the division's slow path, whose call takes registers from all of the kernel: mantissas are divided, and
+    exponents added. A quotient and its remainder, which is exact, give the rounded one with the reciprocal; that holds
+    for every mantissa and every reciprocal within 2^-23 (``tests/cases/quotients.py --all`` tries them), but for
+    1 / (1 - 2^-24), which is a hair above the middle of two numbers."""
+    bits = bits_of(amax)
+    mantissa = float_of((bits & Uint32(0x007FFFFF)) | Uint32(0x3F800000))  # 1 <= mantissa < 2
+    r = d.reciprocal(mantissa)
+    q = d.mul(1.75, r)
+    q = d.fma(d.fma(d.mul(q, -1.0), mantissa, 1.75), r, q)  # 0.875 < q <= 1.75
+    power = Uint32((127 + _MAX_EXPONENT[dtype]) << 23) - (bits & Uint32(0x7F800000))  # scale = q * 2^power
+    minus = d.mul(q, -1.0)
+    r = d.reciprocal(q)
+    r = d.fma(d.fma(minus, r, 1.0), r, r)
+    v = d.fma(d.fma(minus, r, 1.0), r, r)
+    v = cutlass.select_(bits_of(q) == Uint32(0x3F7FFFFF), float_of(Uint32(0x3F800001)), v)
+    normal = bits_of(v) - power
+    # below 2^-126 a bit less: that of v is the middle of two numbers, and the remainder says on which side 1 / q lies
+    more = cutlass.select_(d.fma(minus, v, 1.0) > Float32(0.0), Uint32(1), Uint32(0))
+    tiny = (((bits_of(v) & Uint32(0x007FFFFF)) | Uint32(0x00800000)) + more) >> Uint32(1)
+    inverse = cutlass.select_(Int32(normal) < Int32(0x00800000), tiny, normal)
+    return float_of(bits_of(q) + power), float_of(inverse)
 
 
 def mx_value(byte):
@@ -142,6 +167,16 @@ def mx_value(byte):
     e = Int32(byte)
     bits = cutlass.select_(e == Int32(0), Int32(0x00400000), e << Int32(23))
     return float_of(Uint32(cutlass.select_(e == Int32(255), Int32(0x7FC00000), bits)))
+
+
+def raise_amax(top, amax) -> None:
+    """The warp's largest magnitude to the largest so far, as the bits of a float32 number: they are ordered as the
+    numbers are, NaN above. Written only where it rises, so seldom that blocks do not wait for each other; its order
+    does not matter to a maximum."""
+    largest = cute.arch.warp_redux_sync(Int32(bits_of(top)), "max")
+    now = inline_ptx("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[amax])
+    rises = (cute.arch.lane_idx() == 0) & (largest > now)
+    inline_ptx("red.global.max.s32 [{$r0}], {$r1};", read_only_args=[amax, largest], predicate=rises)
 
 
 def swizzled(row, column, columns4):

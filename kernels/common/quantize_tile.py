@@ -1,23 +1,35 @@
 """Device code: a tile of 128 x 128 values to fp8, by rows and, transposed, by columns, with the bits that
 ``integration/graph/ops/quantize.py`` defines.
 
-A block of 256 threads takes a tile, and each thread 8 x 8 values of it, which it keeps as packed words: so an access to
-a row is one of 16 bytes (of 16-bit values), and 8 rows of a column are a piece of the transposed copy, in order,
-without a way through shared memory. Where a transposed copy is made, the lanes of a warp are 8 x 4 such squares, 64
-rows by 32 columns, or 4 x 8: a block of MXFP8 (32 values) lies within one warp either way, and one of 128 values meets
-in shared memory. Otherwise the lanes are 2 x 16: rows of 128 columns.
+A block of 256 threads takes a tile and passes it through shared memory. A warp fetches 16 rows, 16 lanes to a row, so
+that a row is one stretch of memory, and quantises them. Where a transposed copy is made, each warp then takes 16
+columns. Either way a line (a row or a column) belongs to 4 lanes: lane t has its values 16t ... 16t + 15 and those 64
+further, and every thread has two lines, 8 apart. So the largest magnitude of 128 values takes two shuffles, a scale
+serves 32 values, and bytes leave 16 at a time, 64 beside each other. Warps wait for each other once, before the
+columns.
 
-Where values come from is the caller's: ``run`` asks for 8 of each row. Rows and columns behind the end are 0 and not
-written."""
+In shared memory a row is chunks of 16 bytes, chunk c of row r at place c ^ f(r) with f(r) = r % 2 + 2 * (r / 16 % 4)
+(float32: ^ 3 more where c / 8 is odd). Every access then touches each bank once, in each of the parts in which it is
+served:
+
+* rows come as 8 chunks beside each other, all places of 128 bytes; float32 as every other one of 16, which the flip of
+  bit 0 in the second half makes all;
+* rows are read by 8 lanes at once, 4 chunks of row r and 4 of r + 1: f differs in bit 0, which tells the rows apart;
+* columns are read by ldmatrix with a transposition, 8 rows to a matrix. Its row 2t + j is row 16t + 2m + j of the tile
+  for matrix m, so that a thread has 16 rows in order, and f is 2t + j: all 8 places. float32 has no such instruction:
+  4 bytes a lane, of 4 rows 16 apart and 8 columns, that is 2 chunks: also all 8 places.
+
+Where values come from is the caller's. Rows and columns behind the end are 0 and not written."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
-from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 from cutlass.memory import SmemAllocator
 
 from . import device as d
@@ -26,19 +38,49 @@ from . import words as w
 
 THREADS = 256
 SIDE = 128  # of a tile
-_EDGE = 8  # of a thread's square
+_EDGE = 8  # values that are fetched together, and rows that a thread fetches
+_PIECE = 16  # values of a line that a thread has together; it has two such pieces of each of two lines
+_APART = SIDE // 2  # the pieces
 
 
 def select(ok, a, b):
     return cutlass.select_(ok, a, b)
 
 
+def _all(*oks):
+    """Whether all hold. What is True while the kernel is traced costs nothing."""
+    left = [ok for ok in oks if ok is not True]
+    if not left:
+        return True
+    result = left[0]
+    for ok in left[1:]:
+        result = result & ok
+    return result
+
+
+@dataclasses.dataclass
+class _Way:
+    """One way through a tile: two lines of a thread, ``line`` and ``line + 8`` of ``lines``, from ``place`` of
+    ``length`` on; the tile is number ``tile`` of ``tiles`` along them. ``data`` and ``scale_inv`` are addresses."""
+
+    words: list[list[Any]]
+    line: Any
+    lines: Any
+    place: Any
+    length: Any
+    tile: Any
+    tiles: Any
+    data: Any
+    scale_inv: Any
+
+
 class QuantizeTile:
     """``values``: how the values lie in words (``Packed``). ``width``: of a row; with ``vector`` it divides by 8, and
     so do the places of 8 values in memory, else values are read and written one by one. ``kind``: ``fp8.BLOCK``,
-    ``fp8.MX`` or ``fp8.TENSOR``. ``swizzled``: the layout of MXFP8 scales. ``transposed``: also the transposed copy,
-    with ``lanes`` (4 or 8) of a warp side by side. ``amax``: also the largest magnitude. ``down``: tiles are taken
-    column by column. ``reverse``: from the last to the first."""
+    ``fp8.MX`` or ``fp8.TENSOR``. ``swizzled``: the layout of MXFP8 scales. ``transposed``: also the transposed copy.
+    ``amax``: also the largest magnitude. ``batch``: rows that a thread fetches at once. ``down``: tiles are taken
+    column by column. ``reverse``: from the last to the first. ``streaming``: nothing reads the data soon.
+    ``resident``: blocks on a multiprocessor that registers leave room for, where shared memory does."""
 
     def __init__(
         self,
@@ -53,257 +95,271 @@ class QuantizeTile:
         swizzled: bool = False,
         transposed: bool = False,
         amax: bool = False,
-        lanes: int = 4,
+        batch: int = _EDGE,
         down: bool = False,
         reverse: bool = False,
+        streaming: bool = False,
+        resident: int = 4,
     ) -> None:
         self.values, self.width, self.vector, self.kind = values, width, vector, kind
         self.dtype, self.arch, self.power_of_two = dtype, arch, power_of_two
-        self.swizzled, self.transposed, self.amax = swizzled, transposed, amax
-        self.across, self.down, self.reverse = -(-width // SIDE), down, reverse  # tiles
-        self.lanes = lanes if transposed else 16
-        self.warps_across = 16 // self.lanes
-        self.warps_down = THREADS // d.WARP // self.warps_across
-        self.shared = kind == fp8.BLOCK and transposed
+        self.swizzled, self.transposed, self.amax, self.batch = swizzled, transposed, amax, batch
+        self.across, self.down, self.reverse, self.streaming = -(-width // SIDE), down, reverse, streaming  # tiles
+        self.pitch, self.resident = SIDE * values.itemsize, resident  # bytes of a row in shared memory
+        self.fold = 3 if values.itemsize == 4 else 0
+        self.sizes = d.has(arch, 86) and values.itemsize == 2  # a maximum of magnitudes is one instruction
 
     def blocks(self, rows):
         """How many blocks of threads a launch needs for so many rows."""
         return ((rows + (SIDE - 1)) // SIDE) * self.across
 
-    # ---- places
+    def launch(self, rows, stream) -> dict[str, Any]:
+        """How a kernel of such tiles is launched. It needs no L1, but shared memory for as many blocks as fit."""
+        return {"grid": [self.blocks(rows), 1, 1], "block": [THREADS, 1, 1], "stream": stream,
+                "min_blocks_per_mp": self._resident(), "preferred_smem_carveout": 100}  # fmt: skip
 
-    def _place(self, rows) -> None:
-        """Which values this thread has: rows ``row`` ... ``row + 7``, columns ``column`` ... ``column + 7``."""
-        self.rows = rows
-        thread, tile = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
-        if self.reverse:
-            tile = cute.arch.grid_dim()[0] - 1 - tile
-        self.thread, warp, lane = thread, thread // d.WARP, thread % d.WARP
-        if self.down:
-            count = (self.rows + (SIDE - 1)) // SIDE
-            self.tile_row, self.tile_column = tile % count, tile // count
-        else:
-            self.tile_row, self.tile_column = tile // self.across, tile % self.across
-        self.lane_row, self.lane_column = lane // self.lanes, lane % self.lanes
-        self.warp_row, self.warp_column = warp // self.warps_across, warp % self.warps_across
-        group = self.warp_row * (d.WARP // self.lanes) + self.lane_row
-        octet = self.warp_column * self.lanes + self.lane_column
-        self.in_row, self.in_column = group * _EDGE, octet * _EDGE
-        self.row, self.column = self.tile_row * SIDE + self.in_row, self.tile_column * SIDE + self.in_column
+    def _resident(self) -> int:
+        """As many as shared memory leaves room for: 5 leave a thread 48 registers, 4 leave it 64. MXFP8 both ways takes
+        more than 48, a cast without an instruction 80, both together more than that."""
+        memory = 164 if not d.has(self.arch, 86) else 228 if d.has(self.arch, 90) and not d.has(self.arch, 120) else 100
+        more = self.kind == fp8.MX and self.transposed
+        most = min(self.resident, 5 - more if d.has(self.arch, 89) else 3 - more)
+        return min(most, memory // (SIDE * self.pitch // 1024 + 1))  # in KiB; a block takes 1 more
 
-    def _ok(self, i: int):
-        """Which values of row i exist, as ``Packed.read`` takes it."""
-        row_ok = self.row + i < self.rows
-        if self.vector:
-            return row_ok & (self.column < self.width)
-        return [row_ok & (self.column + j < self.width) for j in range(_EDGE)]
+    def allocate(self, storage: SmemAllocator):
+        """The address of the shared memory of a tile."""
+        return w.shared(storage, SIDE * self.pitch // 4, alignment=SIDE)
 
-    # ---- largest magnitudes
-
-    def _over_lanes(self, magnitudes: list, begin: int, end: int) -> list:
-        """Over the lanes whose numbers differ in the bits from ``begin`` up to below ``end``, both powers of two."""
-        for offset in [1 << b for b in range(begin.bit_length() - 1, end.bit_length() - 1)]:
-            magnitudes = [self.values.largest(m, cute.arch.shuffle_sync_bfly(m, offset=offset)) for m in magnitudes]
-        return magnitudes
-
-    def _rows_largest(self, sizes: list, lanes: int) -> list:
-        """Of each of the thread's rows, over so many lanes beside each other, as words."""
-        return self._over_lanes(self.values.transposed_largest(sizes), 1, lanes)
-
-    def _columns_largest(self, sizes: list, lanes: int) -> list:
-        """Of each of the thread's columns, over so many lanes below each other, as words."""
-        return self._over_lanes(self._fold(sizes), self.lanes, self.lanes * lanes)
-
-    def _fold(self, sizes: list, nan: bool = False) -> list:
-        while len(sizes) > 1:
-            sizes = [
-                [self.values.largest(a, b, nan) for a, b in zip(x, y, strict=True)]
-                for x, y in zip(sizes[::2], sizes[1::2], strict=True)
-            ]
-        return sizes[0]
-
-    # ---- scales: each returns what the thread's 8 rows and 8 columns are multiplied by, and writes scale_inv
-
-    def _tensor_scales(self, scale, scale_inv):
-        given = w.float_of(w.read_words(scale, 1, True)[0])
-        first = (self.thread == 0) & (cute.arch.block_idx()[0] == 0)
-        w.write_words(scale_inv, [w.bits_of(d.div(1.0, given))], first)
-        return [given] * _EDGE, [given] * _EDGE
-
-    def _row_block_scales(self, sizes: list, scale_inv):
-        """128 values lie in the 16 lanes of half a warp. Of its 8 rows each lane makes one scale (two divisions), and has
-        the others from the lanes beside it."""
-        which, row = self.lane_column % _EDGE, self.row + self.lane_column % _EDGE
-        first, *others = self.values.floats(self._rows_largest(sizes, 16))
-        for i, other in enumerate(others):
-            first = select(which == i + 1, other, first)
-        scale, inverse = fp8.block_scale(first, self.dtype, self.power_of_two)
-        at = scale_inv + (Int64(row) * self.across + self.tile_column) * 4
-        w.write_words(at, [w.bits_of(inverse)], (self.lane_column < _EDGE) & (row < self.rows))
-        lane = self.thread % d.WARP - self.lane_column
-        return [cute.arch.shuffle_sync(scale, lane + i) for i in range(_EDGE)], None
-
-    def _both_block_scales(self, sizes: list, scale_inv, scale_inv_t, memory):
-        """Magnitudes of rows meet over the warps beside each other, those of columns over the ones below each other, 4
-        and 2 or 2 and 4; then each thread makes the scale of one row or column."""
-        line = SIDE * self.values.itemsize
-        of_rows, of_columns, scales = memory, memory + self.warps_across * line, memory + 6 * line
-        self._to_shared(of_rows + self.warp_column * line + self.in_row * self.values.itemsize,
-                        self._rows_largest(sizes, self.lanes), self.lane_column == 0)  # fmt: skip
-        self._to_shared(of_columns + self.warp_row * line + self.in_column * self.values.itemsize,
-                        self._columns_largest(sizes, d.WARP // self.lanes), self.lane_row == 0)  # fmt: skip
-        cute.arch.sync_threads()
-        own, is_row = self.thread % SIDE, self.thread < SIDE
-        parts = [
-            select(is_row, of_rows + k % self.warps_across * line, of_columns + k % self.warps_down * line)
-            for k in range(4)
-        ]
-        parts = [at + own * self.values.itemsize for at in parts]
-        parts = [self.values.floats([w.read_shared_piece(at, self.values.itemsize)])[0] for at in parts]
-        largest = fp8.larger(fp8.larger(parts[0], parts[1]), fp8.larger(parts[2], parts[3]))
-        scale, inverse = fp8.block_scale(largest, self.dtype, self.power_of_two)
-        w.write_shared_words(scales + self.thread * 4, [w.bits_of(scale)])
-        row, column = self.tile_row * SIDE + own, self.tile_column * SIDE + own
-        down = (self.rows + (SIDE - 1)) // SIDE
-        at = select(is_row, scale_inv + (Int64(row) * self.across + self.tile_column) * 4,
-                    scale_inv_t + (Int64(column) * down + self.tile_row) * 4)  # fmt: skip
-        w.write_words(at, [w.bits_of(inverse)], select(is_row, row < self.rows, column < self.width))
-        cute.arch.sync_threads()
-        return self._from_shared(scales + self.in_row * 4), self._from_shared(scales + (self.in_column + SIDE) * 4)
-
-    @staticmethod
-    def _to_shared(at, words: list, ok) -> None:
-        for i in range(0, len(words), 4):
-            w.write_shared_words(at + 4 * i, words[i : i + 4], ok)
-
-    @staticmethod
-    def _from_shared(at) -> list:
-        return [w.float_of(word) for i in (0, 16) for word in w.read_shared_words(at + i, 4)]
-
-    def _mx_scales(self, sizes: list, scale_inv, scale_inv_t):
-        """32 values of a row lie in 4 neighbouring lanes, 32 of a column in 4 lanes below each other. Each lane writes
-        two bytes."""
-        rows = [fp8.mx_scale(m, self.dtype) for m in self.values.floats(self._rows_largest(sizes, 4))]
-        self._write_bytes(
-            scale_inv,
-            [e for _, e in rows],
-            self.lane_column % 4,
-            self.row,
-            self.rows,
-            self.column // 32,
-            -(-self.width // 32),
-            self.across,
-        )
-        if not self.transposed:
-            return [s for s, _ in rows], None
-        columns = [fp8.mx_scale(m, self.dtype) for m in self.values.floats(self._columns_largest(sizes, 4))]
-        self._write_bytes(
-            scale_inv_t,
-            [e for _, e in columns],
-            self.lane_row % 4,
-            self.column,
-            self.width,
-            self.row // 32,
-            (self.rows + 31) // 32,
-            (self.rows + (SIDE - 1)) // SIDE,
-        )
-        return [s for s, _ in rows], [s for s, _ in columns]
-
-    def _write_bytes(self, base, exponents: list, lane, line, lines, block, blocks, blocks4) -> None:
-        """Scales of 8 lines (rows or columns) of one block of each: lane 0 to 3 writes two of them."""
-        low, high = (self._bytes(exponents[i : i + 4]) for i in (0, 4))
-        both = select(lane < 2, low, high) >> Uint32(lane % 2 * 16)
-        for i in range(2):
-            own = line + lane * 2 + i
-            if self.swizzled:  # tiles are whole: what is behind the end has scale 0
-                at, ok = base + fp8.swizzled(own, block, blocks4), True
-            else:
-                at, ok = base + Int64(own) * blocks + block, (own < lines) & (block < blocks)
-            w.write_piece(at, both >> Uint32(8 * i) & Uint32(0xFF), 1, ok)
-
-    @staticmethod
-    def _bytes(numbers: list):
-        a, b, c, e = (Uint32(n) for n in numbers)
-        return a | (b << Uint32(8)) | (c << Uint32(16)) | (e << Uint32(24))
-
-    def _write_amax(self, sizes: list, amax, memory) -> None:
-        """The largest magnitude of the block as the bits of a float32 number: they are ordered as the numbers are, NaN
-        above."""
-        words = self._fold([[m] for m in self._fold(sizes, nan=True)], nan=True)
-        bits = [Int32(w.bits_of(f)) for f in self.values.floats(words)]
-        largest = bits[0] if len(bits) == 1 else cutlass.max(bits[0], bits[1])
-        largest = cute.arch.warp_redux_sync(largest, "max")
-        w.write_shared_words(memory + self.thread // d.WARP * 4, [Uint32(largest)], self.thread % d.WARP == 0)
-        cute.arch.sync_threads()
-        for word in [word for i in (0, 16) for word in w.read_shared_words(memory + i, 4)]:
-            largest = cutlass.max(largest, Int32(word))
-        inline_ptx("red.global.max.s32 [{$r0}], {$r1};", read_only_args=[amax, largest], predicate=self.thread == 0)
-
-    # ---- the tile
-
-    def run(self, load, rows, data, scale_inv, data_t=None, scale_inv_t=None, scale=None, amax=None) -> None:
+    def run(self, load, rows, data, scale_inv, data_t=None, scale_inv_t=None, scale=None, amax=None, *, block=None,
+            memory=None) -> None:  # fmt: skip
         """``load(row, column, oks)`` gives the words of the 8 values from ``column`` on of each of the rows ``row``,
-        ``row + 1``, ..., zeros where its ``ok`` (see ``Packed.read``) does not hold. The others are addresses; those of
-        what the constants leave out are not looked at. ``amax`` holds 0 at first."""
+        ``row + 1``, ..., zeros where its ``ok`` (see ``Packed.read``) does not hold. In its stead (address, bytes from
+        row to row) of the values themselves: with ``vector`` and chunks of 16 bytes at multiples of 16 they are copied
+        without a way through registers. The others are addresses; those of what the constants leave out are not looked
+        at. ``amax`` holds 0 at first. ``block``: which of ``blocks`` this is, where it is not the grid's; ``memory``:
+        what ``allocate`` gave, where that was before."""
         thread = copy.copy(self)  # its places are its own
-        thread._place(rows)
+        thread._place(rows, block)
+        thread.memory = self.allocate(SmemAllocator()) if memory is None else memory
         thread._tile(load, data, scale_inv, data_t, scale_inv_t, scale, amax)
 
     def _tile(self, load, data, scale_inv, data_t, scale_inv_t, scale, amax) -> None:
-        memory = (
-            w.shared(SmemAllocator(), 6 * SIDE * self.values.itemsize // 4 + 2 * SIDE if self.shared else 8)
-            if self.shared or self.amax
-            else None
-        )
-        words = load(self.row, self.column, [self._ok(i) for i in range(_EDGE)])
-        sizes = [self.values.magnitudes(row) for row in words] if self.kind != fp8.TENSOR or self.amax else None
-        if self.kind == fp8.TENSOR:
-            if self.amax:
-                self._write_amax(sizes, amax, memory)
-            of_rows, of_columns = self._tensor_scales(scale, scale_inv)
-        elif self.kind == fp8.MX:
-            of_rows, of_columns = self._mx_scales(sizes, scale_inv, scale_inv_t)
-        elif self.transposed:
-            of_rows, of_columns = self._both_block_scales(sizes, scale_inv, scale_inv_t, memory)
-        else:
-            of_rows, of_columns = self._row_block_scales(sizes, scale_inv)
-        at, columns = data + Int64(self.row) * self.width + self.column, []
-        for half in range(0, _EDGE, 4):
-            numbers = [self.values.floats(words[half + i]) for i in range(4)]
-            for i in range(4):
-                line = [d.mul(v, of_rows[half + i]) for v in numbers[i]]
-                self._write(
-                    at + (half + i) * self.width, [self._cast(line[:4]), self._cast(line[4:])], self._ok(half + i)
-                )
-            if self.transposed:
-                columns.append(
-                    [self._cast([d.mul(numbers[i][j], of_columns[j]) for i in range(4)]) for j in range(_EDGE)]
-                )
+        self._fetch(load)
+        given = self._given(scale, scale_inv) if self.kind == fp8.TENSOR else None
+        rows = self._rows(data, scale_inv)
+        if self.amax:
+            self._raise_amax(rows.words, amax)
+        self._quantize(rows, given, self.width, self.vector)
         if self.transposed:
-            whole = self.rows % _EDGE == 0
-            at = data_t + Int64(self.column) * self.rows + self.row
-            self._write_columns(at, [list(pair) for pair in zip(*columns, strict=True)], whole)
+            cute.arch.sync_threads()
+            self._quantize(self._columns(data_t, scale_inv_t), given, self.rows, None)
+
+    # ---- places
+
+    def _place(self, rows, block) -> None:
+        """Which tile this block has, and who of it this thread is."""
+        self.rows, self.tiles_down = rows, (rows + (SIDE - 1)) // SIDE
+        thread, tile = cute.arch.thread_idx()[0], cute.arch.block_idx()[0] if block is None else block
+        if self.reverse:
+            tile = cute.arch.grid_dim()[0] - 1 - tile
+        self.thread, self.warp, self.lane = thread, thread // d.WARP, thread % d.WARP
+        if self.down:
+            self.tile_row, self.tile_column = tile % self.tiles_down, tile // self.tiles_down
+        else:
+            self.tile_row, self.tile_column = tile // self.across, tile % self.across
+        self.quarter, self.line = self.lane % 4, self.warp * 16 + self.lane // 4  # of a line; the first one
+
+    def _chunk(self, chunk, low, high):
+        """The place in bytes of a chunk in a row whose number has ``low`` as bit 0 and ``high`` as bits 4 and 5."""
+        if self.fold:
+            chunk = chunk ^ (chunk // 8 % 2 * self.fold)
+        return (chunk ^ (high * 2) ^ low) * 16
+
+    # ---- to shared memory
+
+    def _fetch(self, load) -> None:
+        """The warp's 16 rows: lanes 0 to 15 have the first 8 of them, 8 values beside each other each."""
+        first, octet = self.warp * 16 + self.lane // 16 * _EDGE, self.lane % 16
+        row, column = self.tile_row * SIDE + first, self.tile_column * SIDE + octet * _EDGE
+        chunks = _EDGE * self.values.itemsize // 16
+        places = [[self.memory + first * self.pitch + self._chunk(octet * chunks + k, low, self.warp % 4)
+                   for k in range(chunks)] for low in (0, 1)]  # fmt: skip
+        if isinstance(load, tuple):
+            begin, stride = load
+            at = begin + Int64(row) * stride + column * self.values.itemsize
+            for i in range(_EDGE):
+                for k, place in enumerate(places[i % 2]):
+                    w.copy_chunk(at + i * stride + 16 * k, place + i * self.pitch, self._ok(row + i, column))
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+        else:
+            for start in range(0, _EDGE, self.batch):
+                oks = [self._ok(row + i, column) for i in range(start, start + self.batch)]
+                for i, words in enumerate(load(row + start, column, oks), start):
+                    for k, place in enumerate(places[i % 2]):
+                        w.write_shared_words(place + i * self.pitch, words[4 * k : 4 * k + 4])
+        cute.arch.sync_warp()
+
+    def _ok(self, row, column):
+        """Which of 8 values exist, as ``Packed.read`` takes it."""
+        row_ok = row < self.rows
+        if self.vector:
+            return row_ok & (column < self.width)
+        return [row_ok & (column + j < self.width) for j in range(_EDGE)]
+
+    # ---- and from it
+
+    def _rows(self, data, scale_inv) -> _Way:
+        """Of the rows that the thread's warp has fetched."""
+        chunks, at = _PIECE * self.values.itemsize // 16, self.memory + self.line * self.pitch
+        places = [at + self._chunk(self.quarter * chunks + k, self.line % 2, self.warp % 4) for k in range(chunks)]
+        words = []
+        for down in (0, 8 * self.pitch):
+            pieces = [place + (down + far) for far in (0, _APART * self.values.itemsize) for place in places]
+            words.append([word for piece in pieces for word in w.read_shared_words(piece, 4)])
+        line, place = self.tile_row * SIDE + self.line, self.tile_column * SIDE + self.quarter * _PIECE
+        return _Way(words, line, self.rows, place, self.width, self.tile_column, self.across, data, scale_inv)
+
+    def _columns(self, data_t, scale_inv_t) -> _Way:
+        """Of the columns."""
+        words = [self._column_words(octet) for octet in (0, 1)]
+        line, place = self.tile_column * SIDE + self.line, self.tile_row * SIDE + self.quarter * _PIECE
+        return _Way(words, line, self.width, place, self.rows, self.tile_row, self.tiles_down, data_t, scale_inv_t)
+
+    def _column_words(self, octet: int) -> list:
+        """The thread's column among 8 of the warp's 16."""
+        pieces = (0, _APART * self.pitch)
+        if self.values.itemsize == 4:
+            column = self.lane // 4
+            chunk, at = self.warp * 4 + octet * 2 + column // 4, self.memory + self.quarter * (_PIECE * self.pitch)
+            places = [at + self._chunk(chunk, low, self.quarter) + column % 4 * 4 for low in (0, 1)]
+            return [w.read_shared_words(places[i % 2] + (far + i * self.pitch), 1)[0]
+                    for far in pieces for i in range(_PIECE)]  # fmt: skip
+        matrix, row = self.lane // 8, self.lane % 8  # of four; the lane says where its row begins
+        at = self.memory + self._matrix_row(matrix, row) * self.pitch
+        at = at + self._chunk(self.warp * 2 + octet, row % 2, row // 2)
+        return [word for far in pieces for half in (0, 8 * self.pitch) for word in w.read_matrices(at + (far + half))]
+
+    @staticmethod
+    def _matrix_row(matrix, row):
+        """Which row of the tile, so that a lane's rows of four matrices are 8 in order."""
+        return row // 2 * _PIECE + matrix * 2 + row % 2
+
+    # ---- a way
+
+    def _quantize(self, way: _Way, given, length, vector) -> None:
+        """``length``: of a line, a number where it is known while the kernel is traced, and then ``vector`` says
+        whether bytes may be written 8 at a time; None: that is seen from the length."""
+        if self.kind == fp8.TENSOR:
+            scales = [[given, given]] * 2
+        elif self.kind == fp8.BLOCK:
+            scales = [[scale, scale] for scale in self._block_scales(way)]
+        else:
+            scales = self._mx_scales(way)
+        begin = way.data + Int64(way.line) * way.length + way.place
+        for i, (words, (near, far)) in enumerate(zip(way.words, scales, strict=True)):
+            values = [d.mul(v, near if k < _PIECE else far) for k, v in enumerate(self.values.floats(words))]
+            made = [self._cast(values[k : k + 4]) for k in range(0, 2 * _PIECE, 4)]
+            at, there = begin + Int64(way.length) * (8 * i), way.line + 8 * i < way.lines
+            if vector is None:
+                self._write_any(at, made, there, way.place, way.length)
+            else:
+                size = 16 if vector and length % 16 == 0 else 8 if vector else 1
+                self._write(at, made, there, way.place, length, size)
 
     def _cast(self, values: list):
         return fp8.cast(values, self.dtype, self.arch)
 
-    def _write(self, at, words: list, ok) -> None:
-        if self.vector:
-            w.write_words(at, words, ok)
-        else:
-            for j, p in enumerate(ok):
-                w.write_piece(at + j, words[j // 4] >> Uint32(8 * (j % 4)), 1, p)
+    def _given(self, scale, scale_inv):
+        given = w.float_of(w.read_words(scale, 1, True)[0])
+        first = (self.thread == 0) & (self.tile_row == 0) & (self.tile_column == 0)
+        w.write_words(scale_inv, [w.bits_of(d.div(1.0, given))], first)
+        return given
+
+    def _raise_amax(self, lines: list, amax) -> None:
+        fp8.raise_amax(d.largest(*self._numbers(self._largest(lines, nan=True))), amax)
+
+    def _largest(self, lines: list, nan: bool = False) -> list:
+        """The largest magnitude of each of several lists of words, as words with any sign."""
+        lines = lines if self.sizes else [self.values.magnitudes(words) for words in lines]
+        return self.values.transposed_largest(lines, nan, self.sizes)
+
+    def _numbers(self, sizes: list) -> list:
+        return self.values.floats(self.values.magnitudes(sizes) if self.sizes else sizes)
+
+    def _own(self, one, two):
+        """The first of two for lanes of even number, the second for the others."""
+        return select(self.quarter % 2 == 0, one, two)
+
+    def _both(self, own) -> list:
+        """What lanes of even and of odd number have."""
+        other = cute.arch.shuffle_sync_bfly(own, offset=1)
+        return [self._own(own, other), self._own(other, own)]
+
+    def _over_lanes(self, sizes: list, *offsets: int) -> list:
+        for offset in offsets:
+            others = [cute.arch.shuffle_sync_bfly(size, offset=offset) for size in sizes]
+            sizes = [self.values.largest(a, b, sizes=self.sizes) for a, b in zip(sizes, others, strict=True)]
+        return self._numbers(sizes)
+
+    def _block_scales(self, way: _Way) -> list:
+        """Of both lines, of which each lane divides for one."""
+        amax = self._own(*self._over_lanes(self._largest(way.words), 1, 2))
+        scale, inverse = fp8.block_scale(amax, self.dtype, self.power_of_two)
+        line = way.line + self._own(Int32(0), Int32(8))
+        at = way.scale_inv + (Int64(line) * way.tiles + way.tile) * 4
+        w.write_words(at, [w.bits_of(inverse)], (self.quarter < 2) & (line < way.lines))
+        return self._both(scale)
+
+    def _mx_scales(self, way: _Way) -> list:
+        """Of both lines, two pieces each. A block is a piece of two lanes; each makes the scales of one line."""
+        half = len(way.words[0]) // 2
+        pieces = [words[part] for part in (slice(half), slice(half, None)) for words in way.words]
+        one, two, far_one, far_two = self._over_lanes(self._largest(pieces), 1)
+        made = [fp8.mx_scale(self._own(*pair), self.dtype) for pair in ((one, two), (far_one, far_two))]
+        self._write_exponents(way, *(e for _, e in made))
+        return [list(pair) for pair in zip(*(self._both(scale) for scale, _ in made), strict=True)]
+
+    def _write_exponents(self, way: _Way, near, far) -> None:
+        """The four scales of a line are bytes beside each other: of blocks 0 and 1, near ones, and 2 and 3."""
+        high = self.quarter // 2
+        word = (Uint32(near) | (Uint32(far) << Uint32(16))) << Uint32(high * 8)
+        word = word | cute.arch.shuffle_sync_bfly(word, offset=2)
+        line = way.line + self._own(Int32(0), Int32(8))
+        if self.swizzled:  # tiles are whole: what is behind the end has scale 0
+            w.write_words(way.scale_inv + fp8.swizzled(line, way.tile * 4, way.tiles), [word], high == 0)
+            return
+        blocks = (way.length + 31) // 32
+        at, whole, there = way.scale_inv + Int64(line) * blocks + way.tile * 4, blocks % 4 == 0, line < way.lines
+        if whole is not False:
+            w.write_words(at, [word], _all(high == 0, there, whole))
+        if whole is not True:
+            partial = True if whole is False else blocks % 4 != 0
+            for i in range(2):
+                own = high * 2 + i
+                w.write_piece(at + own, word >> Uint32(own * 8), 1, _all(there, way.tile * 4 + own < blocks, partial))
+
+    # ---- to global memory
 
     @cute.jit
-    def _write_columns(self, at, words, whole):
-        """8 bytes of each of 8 columns. Where the rows do not divide by 8, places do neither."""
-        if whole:
-            for j in cutlass.range_constexpr(_EDGE):
-                w.write_words(
-                    at + Int64(j) * self.rows, words[j], (self.row < self.rows) & (self.column + j < self.width)
-                )
+    def _write_any(self, at, words, there, place, length):
+        if length % 16 == 0:
+            self._write(at, words, there, place, length, 16)
         else:
-            for j in cutlass.range_constexpr(_EDGE):
-                for i in cutlass.range_constexpr(_EDGE):
-                    ok = (self.row + i < self.rows) & (self.column + j < self.width)
-                    w.write_piece(at + Int64(j) * self.rows + i, words[j][i // 4] >> Uint32(8 * (i % 4)), 1, ok)
+            if length % 8 == 0:
+                self._write(at, words, there, place, length, 8)
+            else:
+                self._write(at, words, there, place, length, 1)
+
+    def _write(self, at, words: list, there, place, length, size: int) -> None:
+        """Two pieces of 16 bytes, ``size`` (16, 8 or 1) at a time, of a line that is ``there``."""
+        for far in (0, _APART):
+            first = far // _APART * 4
+            if size == 1:
+                left = select(there, length - (place + far), Int32(0))
+                for k in range(4):
+                    w.write_bytes(at + far + 4 * k, words[first + k], left - 4 * k)
+                continue
+            for k in range(0, 4, size // 4):
+                part, ok = words[first + k : first + k + size // 4], there & (place + (far + 4 * k) < length)
+                w.write_words(at + far + 4 * k, part, ok, streaming=self.streaming)

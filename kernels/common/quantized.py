@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...integration.graph.ir import Graph, Node
+from ...integration.graph.ir import Graph, Node, TensorSpec
 from ...integration.graph.ops.quantize import BLOCK, MX, TENSOR
 from ...integration.graph.ops.table import size_product
 
@@ -19,6 +19,7 @@ KINDS = {TENSOR: "tensor", BLOCK: "block", MX: "mx"}
 EDGE = 8  # values of a row that lie together in the kernels
 PORTS = ("data", "scale_inv", "data_t", "scale_inv_t", "amax")
 _MOST_ROWS = 1 << 31
+_STREAMED = 32 << 20  # bytes
 
 Made = tuple[torch.Tensor | None, ...]
 
@@ -42,10 +43,15 @@ def transposes(want: tuple[str, ...]) -> bool:
     return bool({"data_t", "scale_inv_t"} & set(want))
 
 
-def knobs(want: tuple[str, ...], **more: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-    """Knob -> the values that it can take, the default first: ``down``: tiles column by column; ``lanes`` of a warp
-    side by side."""
-    return {"down": (False, True), **({"lanes": (4, 8)} if transposes(want) else {}), **more}
+def streamed(data: TensorSpec) -> bool:
+    """Whether who reads data will find little of it in L2, so that it leaves L2 first."""
+    return data.nbytes() >= _STREAMED
+
+
+def knobs(data: TensorSpec) -> dict[str, tuple[Any, ...]]:
+    """Knob -> the values that it can take, the default first: ``down``: tiles column by column; ``streaming``: data
+    leaves L2 first."""
+    return {"down": (False, True), "streaming": (streamed(data), not streamed(data))}
 
 
 def defaults(choices: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]:
@@ -86,19 +92,19 @@ def maker(node: Node, want: tuple[str, ...], width: int) -> Callable[[torch.Tens
 
     def make(like: torch.Tensor, lead: tuple[int, ...]) -> Made:
         rows, new = math.prod(lead), like.new_empty
-        data = new((*lead, width), dtype=dtype)
+        data = new(*lead, width, dtype=dtype)  # sizes one by one: as a tuple they cost 1 us more
         if whole:
             inverse = new(1, dtype=scales)
         elif swizzled:
-            inverse = new((-(-rows // 128) * 128, -(-across // 4) * 4), dtype=scales)
+            inverse = new(-(-rows // 128) * 128, -(-across // 4) * 4, dtype=scales)
         else:
-            inverse = new((*lead, across), dtype=scales)
+            inverse = new(*lead, across, dtype=scales)
         data_t = inverse_t = None
         if transposed:
-            data_t = new((width, rows), dtype=dtype)
+            data_t = new(width, rows, dtype=dtype)
             down = -(-rows // size)
             if not whole:
-                inverse_t = new((padded, -(-down // 4) * 4) if swizzled else (width, down), dtype=scales)
+                inverse_t = new(*((padded, -(-down // 4) * 4) if swizzled else (width, down)), dtype=scales)
         return data, inverse, data_t, inverse_t, like.new_zeros(1, dtype=torch.float32) if amax else None
 
     return make

@@ -28,7 +28,7 @@ def step_of(width: int, *dtypes: str) -> int:
 def fresh(x: torch.Tensor) -> torch.Tensor:
     """An empty contiguous tensor like ``x``."""
     return (
-        torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
+        torch.empty_like(x) if x.is_contiguous() else x.new_empty(*x.shape)
     )  # the first is cheaper, and keeps a layout
 
 

@@ -7,6 +7,7 @@ Elements that a predicate leaves out are read as 0 and not written: nothing here
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
@@ -18,9 +19,9 @@ def address(tensor):
     return tensor.iterator.toint()
 
 
-def shared(storage: SmemAllocator, words: int):
-    """The address of so many words of shared memory, a multiple of 16 bytes."""
-    return address(storage.allocate_tensor(Uint32, cute.make_layout(words), byte_alignment=16))
+def shared(storage: SmemAllocator, words: int, alignment: int = 16):
+    """The address of so many words of shared memory, a multiple of ``alignment`` bytes."""
+    return address(storage.allocate_tensor(Uint32, cute.make_layout(words), byte_alignment=alignment))
 
 
 def _list(prefix: str, count: int, first: int = 0) -> str:
@@ -41,10 +42,11 @@ def _if(ok: str, code: str) -> str:
     return f"{{ .reg .pred p; .reg .b32 t; .reg .b16 h, z; mov.b32 t, {{${ok}}}; setp.ne.b32 p, t, 0; {code} }}"
 
 
-def read_words(at, count: int, ok) -> list:
-    """``count`` words of global memory that nothing else reads soon, zeros where ``ok`` does not hold."""
+def read_words(at, count: int, ok, *, keep: bool = False) -> list:
+    """``count`` words of global memory, zeros where ``ok`` does not hold. Unless ``keep``, L1 keeps nothing of them."""
     zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count))
-    code = _if("r1", f"{zeros} @p ld.global.L1::no_allocate{_suffix(count)} {_list('w', count)}, [{{$r0}}];")
+    kind = "ld.global" if keep else "ld.global.L1::no_allocate"
+    code = _if("r1", f"{zeros} @p {kind}{_suffix(count)} {_list('w', count)}, [{{$r0}}];")
     return _one(inline_ptx(code, write_only_types=[Uint32] * count, read_only_args=[at, Int32(ok)]))
 
 
@@ -56,9 +58,10 @@ def read_piece(at, size: int, ok):
     return inline_ptx(code, write_only_types=[Uint32], read_only_args=[at, Int32(ok)])
 
 
-def write_words(at, words: list, ok) -> None:
-    """Words to global memory."""
-    code = _if(f"r{len(words) + 1}", f"@p st.global{_suffix(len(words))} [{{$r0}}], {_list('r', len(words), 1)};")
+def write_words(at, words: list, ok, *, streaming: bool = False) -> None:
+    """Words to global memory. ``streaming``: nothing reads them soon, L2 may drop them first."""
+    kind = "st.global.cs" if streaming else "st.global"
+    code = _if(f"r{len(words) + 1}", f"@p {kind}{_suffix(len(words))} [{{$r0}}], {_list('r', len(words), 1)};")
     inline_ptx(code, read_only_args=[at, *words, Int32(ok)])
 
 
@@ -68,6 +71,31 @@ def write_piece(at, word, size: int, ok) -> None:
         size
     ]
     inline_ptx(_if("r2", f"mov.b32 t, {{$r1}}; {part} @p st.global.{store};"), read_only_args=[at, word, Int32(ok)])
+
+
+def write_bytes(at, word, count) -> None:
+    """The first ``count`` bytes of a word to global memory: all from 4 on, none from 0 down."""
+    part = " setp.gt.s32 p, {{$r2}}, {i}; shr.b32 t, {{$r1}}, {bits}; @p st.global.u8 [{{$r0}}+{i}], t;"
+    parts = "".join(part.format(i=i, bits=8 * i) for i in range(4))
+    inline_ptx(f"{{ .reg .pred p; .reg .b32 t;{parts} }}", read_only_args=[at, word, count])
+
+
+def take_number(at, ok):
+    """What a number in global memory was before this adds 1 to it, 0 where ``ok`` does not hold."""
+    code = _if("r1", "mov.b32 {$w0}, 0; @p atom.global.add.u32 {$w0}, [{$r0}], 1;")
+    return inline_ptx(code, write_only_types=[Uint32], read_only_args=[at, Int32(ok)])
+
+
+def count_up(at, ok) -> None:
+    """Adds 1 to a number in global memory: who did ``wait_for`` it sees what was written before, by threads too that
+    passed a barrier with this one."""
+    inline_ptx(_if("r1", "@p red.release.gpu.global.add.u32 [{$r0}], 1;"), read_only_args=[at, Int32(ok)])
+
+
+def wait_for(at, least: int, ok) -> None:
+    """Returns when a number in global memory is ``least`` or more; at once where ``ok`` does not hold."""
+    loop = f"again: ld.acquire.gpu.global.u32 t, [{{$r0}}]; setp.lt.u32 p, t, {least}; @p bra again;"
+    inline_ptx(_if("r1", f"@!p bra done; {loop} done: mov.b32 t, 0;"), read_only_args=[at, Int32(ok)])
 
 
 def read_shared_words(at, count: int) -> list:
@@ -87,6 +115,21 @@ def write_shared_words(at, words: list, ok=True) -> None:
     """Words to shared memory."""
     code = _if(f"r{len(words) + 1}", f"@p st.shared{_suffix(len(words))} [{{$r0}}], {_list('r', len(words), 1)};")
     inline_ptx(code, read_only_args=[at, *words, Int32(ok)])
+
+
+def read_matrices(at) -> list:
+    """Four matrices of 8 x 8 16-bit values in shared memory, transposed, a word of each: lane l of the warp names the
+    address of row l % 8 of matrix l / 8, a multiple of 16 bytes, and gets rows 2 * (l % 4) and the next of column
+    l / 4."""
+    code = f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {_list('w', 4)}, [{{$r0}}];"
+    return list(inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[at]))
+
+
+def copy_chunk(at, to, ok) -> None:
+    """16 bytes of global memory to shared memory, asynchronously and past L1, zeros where ``ok`` does not hold. The
+    caller commits and waits."""
+    code = "{ .reg .b32 n; mov.b32 n, {$r2}; cp.async.cg.shared.global [{$r0}], [{$r1}], 16, n; }"
+    inline_ptx(code, read_only_args=[to, at, cutlass.select_(ok, Int32(16), Int32(0))])
 
 
 def float_of(word):
@@ -116,10 +159,10 @@ class Packed:
         self.per_word = 4 // self.itemsize
         self._ptx = {"float32": "f32", "bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
 
-    def read(self, at, elements: int, ok) -> list:
+    def read(self, at, elements: int, ok, *, keep: bool = False) -> list:
         """``elements`` of global memory as words, in accesses of at most 16 bytes; where they are single, a multiple of
         two is read one by one into whole words. ``ok`` is one predicate, or a list of one for each element, which are
-        then read one by one."""
+        then read one by one. ``keep`` as for ``read_words``."""
         if isinstance(ok, list):
             pieces = [read_piece(at + i * self.itemsize, self.itemsize, p) for i, p in enumerate(ok)]
             return (
@@ -130,18 +173,18 @@ class Packed:
         words, result = elements // self.per_word, []
         for start in range(0, words, 4):
             count = min(4, words - start)
-            result += read_words(at + 4 * start, count, ok)
+            result += read_words(at + 4 * start, count, ok, keep=keep)
         return result
 
-    def write(self, at, words: list, ok) -> None:
-        """Words to global memory; ``ok`` as for ``read``."""
+    def write(self, at, words: list, ok, *, streaming: bool = False) -> None:
+        """Words to global memory; ``ok`` as for ``read``, ``streaming`` as for ``write_words``."""
         if isinstance(ok, list):
             for i, p in enumerate(ok):
                 word = words[i // self.per_word]
                 write_piece(at + i * self.itemsize, word >> Uint32(16) if i % self.per_word else word, self.itemsize, p)
             return
         for start in range(0, len(words), 4):
-            write_words(at + 4 * start, words[start : start + 4], ok)
+            write_words(at + 4 * start, words[start : start + 4], ok, streaming=streaming)
 
     def floats(self, words: list) -> list:
         """The numbers as float32, exact."""
@@ -163,23 +206,24 @@ class Packed:
         ]
 
     def magnitudes(self, words: list) -> list:
-        """Without their signs."""
-        mask = Uint32(0x7FFFFFFF if self.per_word == 1 else 0x7FFF7FFF)
-        return [w & mask for w in words]
+        """Without their signs; a NaN is any NaN."""
+        code = f"abs.{self._ptx} {{$w0}}, {{$r0}};"
+        return [inline_ptx(code, write_only_types=[Uint32], read_only_args=[word]) for word in words]
 
-    def largest(self, a, b, nan: bool = False):
-        """Elementwise maximum of two words. Where one is NaN: the other one, or NaN with ``nan``."""
-        code = f"max{'.NaN' if nan else ''}.{self._ptx} {{$w0}}, {{$r0}}, {{$r1}};"
+    def largest(self, a, b, nan: bool = False, sizes: bool = False):
+        """Elementwise maximum of two words. Where one is NaN: the other one, or NaN with ``nan``. With ``sizes``
+        that of their magnitudes, with any sign: one instruction from sm_86 on."""
+        code = f"max{'.NaN' if nan else ''}{'.xorsign.abs' if sizes else ''}.{self._ptx} {{$w0}}, {{$r0}}, {{$r1}};"
         return inline_ptx(code, write_only_types=[Uint32], read_only_args=[a, b])
 
-    def transposed_largest(self, rows: list, nan: bool = False) -> list:
+    def transposed_largest(self, rows: list, nan: bool = False, sizes: bool = False) -> list:
         """The largest of each of several lists of words, as words."""
         folded = []
         for words in rows:
             while len(words) > 1:
-                words = [self.largest(a, b, nan) for a, b in zip(words[::2], words[1::2], strict=True)]
+                words = [self.largest(a, b, nan, sizes) for a, b in zip(words[::2], words[1::2], strict=True)]
             folded.append(words[0])
         if self.per_word == 1:
             return folded
         pairs = zip(folded[::2], folded[1::2], strict=True)
-        return [self.largest(prmt(a, b, 0x5410), prmt(a, b, 0x7632), nan) for a, b in pairs]
+        return [self.largest(prmt(a, b, 0x5410), prmt(a, b, 0x7632), nan, sizes) for a, b in pairs]

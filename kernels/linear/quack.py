@@ -31,31 +31,34 @@ class QuackLinear(QuackEngine):
 
 
 def product_reason(graph: Graph, node: Node) -> str | None:
-    """Why the package's products cannot take the operands of a linear, a dgrad or a wgrad, None where they can."""
+    """Why the package's products cannot take the operands of a linear, a dgrad or a wgrad, grouped or not, None where they can."""
     for port, value in node.inputs:
         spec = graph.specs[value]
         if port not in ("x", "dy", "weight"):
             continue
         if spec.dtype not in ("bfloat16", "float16"):
             return f"multiplies 16-bit operands; {port} is {spec.dtype}, which it would round to TF32"
-        sizes = spec.shape if port == "weight" else spec.shape[-1:]
+        sizes = spec.shape[-2:] if port == "weight" else spec.shape[-1:]
         if any(not isinstance(n, int) or n % STEP for n in sizes):
             return f"{port} {spec}: TMA wants rows of a multiple of 16 bytes, widths that divide by {STEP}"
     return None
 
 
-def compile_product(
-    arch: Arch, dtype: str, out: str, *, a_major: str, b_kn: bool, add: bool = False, bias: str | None = None
-):
+def compile_product(arch: Arch, dtype: str, out: str, *, a_major: str, b_kn: bool, add: bool = False, bias: str | None = None,
+                    ragged: str | None = None):  # fmt: skip
     """``launch(a, b, d, bias)``: d [m, n] = a [m, k] @ b, plus d itself where ``add``, plus bias [1, n]. b is [n, k],
     or [k, n] where ``b_kn``; a's contiguous dim is ``a_major``. The tiles are the package's default for the arch;
-    static schedule, no split of k."""
+    static schedule, no split of k.
+
+    ``ragged``: one product for each group of rows, ``launch(a, b, d, ends)`` with the groups' ends [e + 1] int32 from 0 on. Along m: b
+    is [e, n, k], whose n is contiguous where ``b_kn``. Along k: b is [n, k] with n contiguous, d [e, m, n]."""
     from quack.cute_dsl_utils import get_max_active_clusters
     from quack.gemm import _compile_gemm
     from quack.gemm_config import _default_config_for_cap
     from quack.gemm_default_epi import GemmDefaultEpiMixin
     from quack.gemm_tvm_ffi_utils import make_scheduler_args
     from quack.rounding import RoundingMode
+    from quack.varlen_utils import VarlenArguments
 
     config = _default_config_for_cap(arch.capability[0])
     kernel = _compile_gemm(
@@ -79,8 +82,8 @@ def compile_product(
         beta_mode=0,
         add_to_output=add,
         concat_layout=(),
-        varlen_m=False,
-        varlen_k=False,
+        varlen_m=ragged == "m",
+        varlen_k=ragged == "k",
         gather_A=False,
         use_tma_gather=False,
         has_batch_idx_permute=False,
@@ -88,8 +91,8 @@ def compile_product(
         rounding_mode=RoundingMode.RN,
         sr_seed_mode=0,
         num_warps=config.num_warps,
-        batched=False,
-        b_kn=b_kn,
+        batched=ragged is not None,
+        b_kn=b_kn and ragged is None,
     )
     clusters = get_max_active_clusters(
         config.cluster_m * config.cluster_n * config.cluster_k, device_capacity=arch.capability
@@ -98,6 +101,9 @@ def compile_product(
     # constants of the compiled kernel are passed as None
     arguments = GemmDefaultEpiMixin.EpilogueArguments
     constant = arguments(add_to_output=None, rounding_mode=None)
+    if ragged is not None:
+        port = "mCuSeqlensM" if ragged == "m" else "mCuSeqlensK"
+        return lambda a, b, d, ends: kernel(a, b, d, None, constant, schedule, VarlenArguments(**{port: ends}), None, None)
     if bias is None:
         return lambda a, b, d: kernel(a, b, d, None, constant, schedule, None, None, None)
     return lambda a, b, d, v: kernel(
@@ -111,7 +117,7 @@ def _linear(region: Region, arch: Arch):
     product = compile_product(arch, dtype, dtype, a_major="k", b_kn=False, bias=None if bias is None else bias.dtype)
 
     def launch(x, weight, *bias):
-        y = x.new_empty((*x.shape[:-1], n))
+        y = x.new_empty(*x.shape[:-1], n)
         if y.numel():
             added = [vector(b, _BIAS_STEP).view(1, n) for b in bias]
             product(rows(x, k, STEP), rows(weight, k, STEP), y.view(-1, n), *added)
@@ -126,7 +132,7 @@ def _dgrad(region: Region, arch: Arch):
     product = compile_product(arch, dtype, dtype, a_major="k", b_kn=True)
 
     def launch(dy, weight):
-        dx = dy.new_empty((*dy.shape[:-1], k))
+        dx = dy.new_empty(*dy.shape[:-1], k)
         if dx.numel():
             product(rows(dy, n, STEP), rows(weight, k, STEP), dx.view(-1, k))
         return dx
@@ -142,7 +148,7 @@ def _wgrad(region: Region, arch: Arch):
     def plain(dy, x):
         if not dy.numel():
             return dy.new_zeros((n, k))
-        dweight = dy.new_empty((n, k))
+        dweight = dy.new_empty(n, k)
         product(rows(dy, n, STEP).t(), rows(x, k, STEP), dweight)
         return dweight
 

@@ -135,7 +135,7 @@ def _forward(weight, arch: Arch):
     product = _compile(epilogue, arch, a, b, {"mAuxOut": y}, b_kn=False, concat=("B",))
 
     def launch(x, weight):
-        y = x.new_empty((*x.shape[:-1], half))
+        y = x.new_empty(*x.shape[:-1], half)
         if y.numel():
             product(rows(x, k, STEP).unsqueeze(0), rows(weight, k, STEP).unsqueeze(0), mAuxOut=y.view(1, -1, half))
         return y

@@ -151,7 +151,8 @@ def _registers(rows: Rows, threads: int, hold: bool, hold_weight: bool) -> int:
     """About how many a thread of a backward takes: sums, weight, the row where it is held, 48 to 88 for the rest."""
     mine = rows.chunks(threads) * rows.step
     held = hold * 2 * ITEMSIZE[rows.dtype] + hold_weight * (ITEMSIZE[rows.weight] if rows.weight else 0)
-    rest = 48 + 8 * (rows.layer + (rows.tensors > 2)) + 24 * (mine > 16)
+    everything = hold and mine > 8 and rows.layer and rows.tensors > 2 and rows.sums > 1  # 128 registers spill a few bytes
+    rest = 48 + 8 * (rows.layer + (rows.tensors > 2)) + 16 * everything + 24 * (mine > 16)
     return 8 * math.ceil((rest + mine * rows.sums + mine * held // 4) / 8)
 
 

@@ -144,8 +144,8 @@ def _forward_launch(region: Region, kernel):
         y = fresh(x) if keep_y else None
         total = fresh(x) if keep_sum else None
         lead = (*x.shape[:-1], 1)
-        mean = x.new_empty(lead, dtype=torch.float32) if keep_mean else None
-        rstd = x.new_empty(lead, dtype=torch.float32) if keep_rstd else None
+        mean = x.new_empty(*lead, dtype=torch.float32) if keep_mean else None
+        rstd = x.new_empty(*lead, dtype=torch.float32) if keep_rstd else None
         made = (y, total, mean, rstd)
         if x.numel():
             flat = made if x.dim() == 2 else _as_rows(made, width)
@@ -194,7 +194,7 @@ def _backward_launch(region: Region, kernel, most: int, tile: int):
                 rows(t[ir], 1, 1),
                 None if ires is None else rows(t[ires], width, step),
                 dx if dx is None or x.dim() == 2 else dx.view(-1, width),
-                x.new_empty((count, blocks, width), dtype=torch.float32) if count else None,
+                x.new_empty(count, blocks, width, dtype=torch.float32) if count else None,
                 dweight,
                 dbias,
                 blocks,

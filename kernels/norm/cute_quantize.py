@@ -14,13 +14,22 @@ from ..common.rows import dtype_reason, fresh, rows, step_of, vector
 from . import config
 
 _DEVICE = "layerplan.kernels.norm.sm80.quantized"
+_BLOCK, _SIDE = 256, 128  # threads of a block that quantises a tile, and rows of it
+_RESIDENT = 4  # such blocks on a multiprocessor
 _VECTORS, _NUMBERS, _MATRICES = ("weight", "bias"), ("mean", "rstd"), ("y", "residual_out")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeKnobs(config.ForwardKnobs):
+    """``together``: with a transposed copy, one kernel for statistics and tiles, in blocks of 256 threads."""
+
+    together: bool = False
 
 
 class CuteNormQuantize(Engine):
     """A norm of x [..., n] and the quantize of y, which is rounded to x's dtype first and reaches memory only where
-    others read it. With a transposed copy there are two kernels: residual sum and statistics, then tiles of 128 x
-    128."""
+    others read it. With a transposed copy there are two kernels, residual sum and statistics, then tiles of 128 x 128,
+    or one in which tiles follow their rows."""
 
     id = "norm_quantize/cute"
     patterns = (("rms_norm", "quantize"), ("layer_norm", "quantize"))
@@ -28,12 +37,12 @@ class CuteNormQuantize(Engine):
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
         if (reason := _reason(region)) is not None:
             return Decline(reason)
-        return self._offer(region, config.quantize_knobs(_rows(region)))
+        return self._offer(region, QuantizeKnobs(**dataclasses.asdict(config.quantize_knobs(_rows(region)))))
 
     def offer_with(self, region: Region, arch: Arch, knobs: tuple[tuple[str, object], ...]) -> Offer | Decline:
         if (reason := _reason(region)) is not None:
             return Decline(reason)
-        chosen = config.given_knobs(config.ForwardKnobs, knobs)
+        chosen = config.given_knobs(QuantizeKnobs, knobs)
         if isinstance(chosen, str):
             return Decline(chosen)
         given = _rows(region)
@@ -41,16 +50,18 @@ class CuteNormQuantize(Engine):
         if reason is None and chosen.threads * given.step < 128:
             least = 128 // given.step
             reason = f"threads = {chosen.threads}: lanes of a block of 128 values are of one row, so {least} or more"
+        if reason is None and chosen.together:
+            reason = _together_reason(region, chosen)
         return Decline(reason) if reason is not None else self._offer(region, chosen)
 
-    def _offer(self, region: Region, knobs: config.ForwardKnobs) -> Offer:
+    def _offer(self, region: Region, knobs: QuantizeKnobs) -> Offer:
         items, both = tuple(dataclasses.asdict(knobs).items()), _transposed(region)
         return Offer(
             efficiency=0.62 if both else 0.72,
-            launches=1 + both,
+            launches=1 + both,  # one that clears the counters, where it is one kernel
             host_us=18,
             knobs=items,
-            workspace_bytes=_workspace(region),
+            workspace_bytes=_workspace(region, knobs),
             ahead_of_time=True,
         )
 
@@ -60,23 +71,26 @@ class CuteNormQuantize(Engine):
         dtypes = {p: s and s.dtype for p in _VECTORS for s in (_spec(region, p),)}
         offset = 1.0 if norm.attr("zero_centered") and given.weight else 0.0
         scaled = quantized.constants(quantize, _wanted(region), given.width)
-        both = scaled.pop("transposed")
+        both, together = scaled.pop("transposed"), knobs.pop("together")
         del scaled["width"], scaled["vector"]
         constants = {"layer": given.layer, "width": given.width, "step": given.step, "x": given.dtype, **dtypes,
                      "residual": norm.input("residual") is not None, "offset": offset, **knobs,
                      "blocks": knobs["blocks"] * arch.sms, **scaled}  # fmt: skip
         if both:
             del constants["hold_weight"]
-            return (
-                Kernel(f"{_DEVICE}:both_ways", tuple((constants | {"overlap": arch.capability >= (9, 0)}).items())),
-            )
+            constants["overlap"] = arch.capability >= (9, 0)
+            constants["stream_data"] = quantized.streamed(region.graph.specs[quantize.output("data")])
+            constants["lag"] = _lag(given.width, knobs["rows"], arch) if together else 0
+            return (Kernel(f"{_DEVICE}:both_ways", tuple(constants.items())),)
         constants["outputs"] = sorted(p for p in (*_MATRICES, *_NUMBERS) if norm.output(p) in region.graph.outputs)
         return (Kernel(f"{_DEVICE}:row_wise", tuple(constants.items())),)
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
         (kernel,) = self.kernels(ctx.region, ctx.arch, ctx.offer)
-        make = _both_ways if _transposed(ctx.region) else _row_wise
-        return CompiledRegion(make(ctx.region, ctx.compile(kernel)))
+        compiled = ctx.compile(kernel)
+        if _transposed(ctx.region):
+            return CompiledRegion(_both_ways(ctx.region, compiled, dict(ctx.offer.knobs)["together"]))
+        return CompiledRegion(_row_wise(ctx.region, compiled))
 
 
 def _spec(region: Region, port: str):
@@ -126,14 +140,39 @@ def _rows(region: Region) -> config.Rows:
     )  # fmt: skip
 
 
-def _workspace(region: Region) -> int:
-    """Bytes of what the second kernel reads and nobody else wants."""
+def _together_reason(region: Region, knobs: QuantizeKnobs) -> str | None:
+    """Why one kernel cannot do both, None where it can."""
+    if not _transposed(region):
+        return "together = True: without a transposed copy there is one kernel anyhow"
+    if knobs.threads * knobs.rows != _BLOCK or knobs.stages or _SIDE % knobs.rows:
+        return (
+            f"together = True, threads = {knobs.threads}, rows = {knobs.rows}, stages = {knobs.stages}: "
+            f"blocks of {_BLOCK} threads, rows that divide {_SIDE}, and no stages"
+        )
+    chunks = _rows(region).chunks(knobs.threads)
+    return f"together = True: {chunks} vectors of a row a thread, registers hold 4" if chunks > 4 else None
+
+
+def _lag(width: int, rows: int, arch: Arch) -> int:
+    """How many steps tiles are behind their rows: so many blocks that those have begun to end when a tile begins."""
+    step = _SIDE // rows + -(-width // _SIDE)
+    return -(-_RESIDENT * arch.sms // step) + 1
+
+
+def _workspace(region: Region, knobs: QuantizeKnobs) -> int:
+    """Bytes of what the tiles read and nobody else wants, and of the counters."""
     if not _transposed(region):
         return 0
     norm, x = region.nodes[0], _spec(region, "x")
     rows, need = x.numel() // x.shape[-1], {"rstd": 4, "mean": 4 * _rows(region).layer}
     need["residual_out"] = x.shape[-1] * ITEMSIZE[x.dtype] * (norm.input("residual") is not None)
-    return rows * sum(size for p, size in need.items() if norm.output(p) not in region.graph.outputs)
+    counters = 4 * _counters(rows) if knobs.together else 0
+    return counters + rows * sum(size for p, size in need.items() if norm.output(p) not in region.graph.outputs)
+
+
+def _counters(rows: int) -> int:
+    """Numbers by which the blocks of one kernel for both know of each other."""
+    return 1 + -(-rows // _SIDE)
 
 
 class _Host:
@@ -159,7 +198,7 @@ class _Host:
 
     def made(self, x: torch.Tensor) -> list:
         """y, residual_out, mean, rstd, None where not kept, and the quantized outputs."""
-        numbers = [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if keep else None for keep in self.numbers]
+        numbers = [x.new_empty(*x.shape[:-1], 1, dtype=torch.float32) if keep else None for keep in self.numbers]
         return [*(fresh(x) if keep else None for keep in self.matrices), *numbers, *self.make(x, x.shape[:-1])]
 
     def views(self, made: list) -> list:
@@ -189,7 +228,7 @@ def _row_wise(region: Region, kernel):
     return launch
 
 
-def _both_ways(region: Region, kernel):
+def _both_ways(region: Region, kernel, together: bool):
     residual = _spec(region, "residual") is not None
     always = ("rstd", *(["mean"] if _rows(region).layer else []), *(["residual_out"] if residual else []))
     host = _Host(region, always, quantized.EDGE)
@@ -201,8 +240,10 @@ def _both_ways(region: Region, kernel):
         *addresses, amax = quantized.addresses(made[4:])
         if x.numel():
             residual = None if ir is None else rows(t[ir], host.width, host.step)
+            counters = x.new_zeros(_counters(x.numel() // host.width), dtype=torch.int32) if together else None
             kernel(rows(x, host.width, host.step), *host.vectors(t), residual, *host.views(made)[1:], *addresses,
-                   0 if scale is None else scale.data_ptr(), amax, host.eps)  # fmt: skip
+                   0 if scale is None else scale.data_ptr(), amax,
+                   *(quantized.addresses((counters,)) if together else ()), host.eps)  # fmt: skip
         else:
             quantized.fill_empty(made[4:], scale)
         return host.result(made)

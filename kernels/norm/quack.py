@@ -123,8 +123,8 @@ def _forward(region: Region, arch: Arch):
         y, stats = fresh(x), (*x.shape[:-1], 1)
         if fused and keep_sum:
             total = fresh(x)
-        mean = x.new_empty(stats, dtype=torch.float32) if keep_mean else None
-        rstd = x.new_empty(stats, dtype=torch.float32) if keep_rstd else None
+        mean = x.new_empty(*stats, dtype=torch.float32) if keep_mean else None
+        rstd = x.new_empty(*stats, dtype=torch.float32) if keep_rstd else None
         if y.numel():
             kernel(
                 rows(x, width, step),
@@ -178,8 +178,8 @@ def _backward(region: Region, arch: Arch):
             out |= {p: x.new_zeros(width, dtype=d) for p, d in sums.items()}
         else:
             count = min(blocks, dx.numel() // width)
-            dw = x.new_empty((count, width), dtype=torch.float32) if keep_dw else None
-            db = x.new_empty((count, width), dtype=torch.float32) if keep_db else None
+            dw = x.new_empty(count, width, dtype=torch.float32) if keep_dw else None
+            db = x.new_empty(count, width, dtype=torch.float32) if keep_db else None
             kernel(
                 rows(x, width, step),
                 None if iw is None else vector(t[iw], step),

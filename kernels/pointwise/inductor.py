@@ -84,11 +84,11 @@ class _Assembled:
         def sizes(of: tuple[Size, ...]) -> list[int]:
             return [s if isinstance(s, int) else inputs[s[0]].shape[s[1]] for s in of]
 
-        whole = torch.empty(sizes(self.shape), dtype=self.dtype, device=inputs[0].device)
+        whole = inputs[0].new_empty(*sizes(self.shape), dtype=self.dtype)
         strides = whole.stride()
         parts = [whole.as_strided(sizes(shape), strides, sum(strides[dim] * start for dim, start in starts))
                  for shape, starts in self.parts]  # fmt: skip
-        return whole.view(sizes(self.final)), parts
+        return whole.view(*sizes(self.final)), parts
 
 
 def compile_region(region: Region, device: str):

@@ -67,7 +67,8 @@ class CuteQuantize(Engine):
 
 
 def _knobs(region: Region) -> dict[str, tuple[Any, ...]]:
-    return quantized.knobs(tuple(region.wanted)) if region.node.op == "quantize" else {}
+    node = region.node
+    return quantized.knobs(region.graph.specs[node.output("data")]) if node.op == "quantize" else {}
 
 
 def _quantize(region: Region, compiled):
@@ -92,7 +93,7 @@ def _dequantize(region: Region, compiled):
     dtype = getattr(torch, region.node.attr("dtype"))
 
     def launch(data, scale_inv):
-        y = data.new_empty(data.shape, dtype=dtype)
+        y = data.new_empty(*data.shape, dtype=dtype)
         if y.numel():
             width = data.shape[-1]
             vector = width % _STEP == 0

@@ -17,7 +17,7 @@ class Reference(Engine):
         if op.kind == "collective":
             return Decline("collectives are issued by the runner")
         # unfused float32: an order of magnitude more traffic than a kernel
-        return Offer(efficiency=0.1, launches=10, host_us=60, ahead_of_time=True)
+        return Offer(efficiency=0.1, launches=10, host_us=60, ahead_of_time=True, capture_safe=not op.host_sync)
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
         return CompiledRegion(reference_launch(ctx.region))

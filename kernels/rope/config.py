@@ -15,6 +15,8 @@ VECTOR_BYTES = 16
 MOST_UNITS = 4  # of one head in a thread
 THREADS = (64, 128, 256)
 _IN_FLIGHT = 288  # bytes that a thread has on their way at most: 9 heads in units of 16 byte vectors, 72 registers
+_ALONE = 64  # the same without keys, where slots of few heads leave no thread idle: registers for more threads
+STREAMED = 32 << 20  # bytes of results from which on their readers find little of them in L2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class Tile:
 def rounds_of(span: Span, queries: int, keys: int) -> int:
     """The most queries of a slot whose loads a thread can have in flight at once."""
     of_head = 2 * span.vector * span.itemsize * span.per_lane
-    most = max(1, _IN_FLIGHT // of_head - (2 if keys else 0))
+    most = max(1, _IN_FLIGHT // of_head - 2 if keys else _ALONE // of_head)
     share = queries // keys if keys else queries
     return max(r for r in range(1, min(most, share) + 1) if share % r == 0)
 
@@ -98,18 +100,21 @@ def rounds_of(span: Span, queries: int, keys: int) -> int:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Knobs:
     """``threads`` of a block; ``rounds`` queries of a slot; ``ahead``: a thread goes from token to token and reads one
-    ahead through shared memory; ``resident`` blocks share a multiprocessor, by their registers too."""
+    ahead through shared memory; ``resident`` blocks share a multiprocessor, by their registers too; ``streaming``: L2
+    may drop what is written first."""
 
     threads: int
     rounds: int
     ahead: bool
     resident: int
+    streaming: bool
 
 
-def knobs(span: Span, queries: int, keys: int, *, norm: bool, backward: bool, tables: int, smem: int) -> Knobs:
-    """The choice for a kernel with ``tables`` rotations of a token (queries' and keys' positions differ: 2) and
-    ``smem`` bytes of shared memory on a multiprocessor. ``backward``: of the norm. Registers are estimates, checked by
-    compiling."""
+def knobs(span: Span, queries: int, keys: int, *, layer: bool, backward: bool, tables: int, smem: int,
+          nbytes: int) -> Knobs:  # fmt: skip
+    """The choice for a kernel with ``tables`` rotations of a token (queries' and keys' positions differ: 2),
+    ``smem`` bytes of shared memory on a multiprocessor and results of ``nbytes``. ``layer``: with a layer_norm;
+    ``backward``: of the norm. Registers are estimates, checked by compiling."""
     rounds = rounds_of(span, queries, keys)
     tile = Tile(span, queries, keys, 128, rounds)
     # a token in one block where that is enough; few threads fit many registers to a multiprocessor in small steps
@@ -118,12 +123,12 @@ def knobs(span: Span, queries: int, keys: int, *, norm: bool, backward: bool, ta
     numbers = 2 * span.vector * span.per_lane  # of a head in a thread
     words = -(-numbers * span.itemsize // 4)
     ahead = backward and can_read_ahead(tile, smem, 1, backward=True)
-    registers = 40 + numbers * tables + (numbers if norm else 0)
-    registers += 2 * words + 4 * numbers if backward else tile.steps * words
+    registers = (40 if keys else 24) + numbers * tables
+    registers += 2 * words + 5 * numbers if backward else tile.steps * words + numbers * layer
     resident = max(1, min(_REGISTERS // (threads * -(-min(registers, 255) // 8) * 8), 16))
     if ahead:
         resident = max(r for r in range(1, resident + 1) if can_read_ahead(tile, smem, r, backward=backward))
-    return Knobs(threads, rounds, ahead, resident)
+    return Knobs(threads, rounds, ahead, resident, nbytes >= STREAMED)
 
 
 _REGISTERS = 65536  # of a multiprocessor

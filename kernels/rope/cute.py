@@ -85,8 +85,9 @@ class CuteRope(Engine):
         work = _Work.of(region)
         if isinstance(work, str):
             return Decline(work)
-        chosen = config.knobs(work.span, work.queries, work.keys, norm=work.norm is not None, backward=work.backward,
-                              tables=work.tables, smem=arch.smem_kib * 1024)  # fmt: skip
+        layer = work.norm is not None and work.norm.op.startswith("layer")
+        chosen = config.knobs(work.span, work.queries, work.keys, layer=layer, backward=work.backward,
+                              tables=work.tables, smem=arch.smem_kib * 1024, nbytes=work.nbytes)  # fmt: skip
         return self._offer(work, arch, chosen)
 
     def offer_with(self, region: Region, arch: Arch, knobs: tuple[tuple[str, object], ...]) -> Offer | Decline:
@@ -204,6 +205,11 @@ class _Work:
     @property
     def span(self) -> config.Span:
         return config.Span(self.x.shape[-1], self.half, ITEMSIZE[self.x.dtype])
+
+    @property
+    def nbytes(self) -> int:
+        """Of all results."""
+        return sum(self.region.graph.specs[v].nbytes() for v in self.region.graph.outputs)
 
     @property
     def tables(self) -> int:
@@ -387,8 +393,9 @@ def _line(
 
 
 def empty(like: torch.Tensor, shape: tuple, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A contiguous result on the device of ``like``, in its dtype unless another is named."""
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+    """A contiguous result on the device of ``like``, in its dtype unless another is named. Sizes one by one: as a tuple
+    they cost 1 us more."""
+    return like.new_empty(*shape) if dtype is None else like.new_empty(*shape, dtype=dtype)
 
 
 def _dense(t: torch.Tensor, align: int) -> torch.Tensor:
@@ -396,34 +403,43 @@ def _dense(t: torch.Tensor, align: int) -> torch.Tensor:
     return t if t.is_contiguous() and not t.data_ptr() % align else t.clone(memory_format=torch.contiguous_format)
 
 
-def _readable(t: torch.Tensor, step: int, align: int) -> torch.Tensor:
-    """``t`` with last stride 1, other strides that are multiples of ``step`` elements, and an address that is a
-    multiple of ``align`` bytes; a copy where it has not."""
-    *strides, last = t.stride()
-    if last != 1 or t.data_ptr() % align or any(s % step for s in strides):
+def _reader(rank: int, work: _Work, near: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of tensors of ``rank`` dims that gives them with last stride 1, other strides that are multiples of
+    the vector, an address that is a multiple of its bytes, and with ``near`` heads less than 2^31 elements apart; a
+    copy where they have not. Written out by rank, since a loop over strides takes twice as long."""
+    step, align = work.span.vector, work.span.vector * work.span.itemsize
+    most = 2**31 if near else 2**63
+
+    def copy(t):
         return t.clone(memory_format=torch.contiguous_format)
-    return t
+
+    def two(t):
+        a, last = t.stride()
+        return copy(t) if last != 1 or a % step or t.data_ptr() % align else t
+
+    def three(t):
+        a, b, last = t.stride()
+        return copy(t) if last != 1 or (a | b) % step or b >= most or t.data_ptr() % align else t
+
+    def four(t):
+        a, b, c, last = t.stride()
+        return copy(t) if last != 1 or (a | b | c) % step or c >= most or t.data_ptr() % align else t
+
+    return {2: two, 3: three, 4: four}[rank]  # a vector is a power of two: the bits of the strides tell
 
 
-def _near(t: torch.Tensor) -> torch.Tensor:
-    """``t`` [*t, heads, head_dim] with heads less than 2^31 elements apart; a copy where they are not."""
-    return t if t.stride(-2) < 2**31 else t.clone(memory_format=torch.contiguous_format)
-
-
-def _access(work: _Work) -> tuple[int, int]:
-    """(elements, bytes) that strides and addresses must be multiples of."""
-    return work.span.vector, work.span.vector * work.span.itemsize
-
-
-def _in_order(work: _Work, made: dict[str, object]):
-    """What ``launch`` returns, from values by name."""
-    outputs = work.region.graph.outputs
-    return made[outputs[0]] if len(outputs) == 1 else tuple([made[v] for v in outputs])
+def _returned(work: _Work, names: list[str | None]):
+    """A function from all results, by ``names``, to what ``launch`` returns of them."""
+    order = [names.index(v) for v in work.region.graph.outputs]
+    if len(order) == 1:
+        (only,) = order
+        return lambda made: made[only]
+    return lambda made: tuple([made[i] for i in order])
 
 
 def _split(work: _Work, kernel, most: int):
     """Out of the fused product: queries, keys and values, with norms and rotations on the way."""
-    (split,), (step, align), tables, lead = work.splits, _access(work), work.tables_of(), work.x.rank - 2
+    (split,), tables, lead = work.splits, work.tables_of(), work.x.rank - 2
     ix, axis, head = work.at(split, "x"), work.ropes[0].attr("seq_axis") if work.ropes else 0, work.x.shape[-1]
     queries, keys, layer = work.queries, work.keys, work.norm is not None and work.norm.op == "layer_norm"
     last = work.ropes or work.norms
@@ -432,38 +448,37 @@ def _split(work: _Work, kernel, most: int):
     read = set(work.region.graph.outputs)
     wants_v, kept = names[2] in read, [v if v in read else None for v in kept]
     vectors = [work.at(n, p) for p in ("weight", "bias") for n in work.norms] or [None] * 4
-    counts = (queries, keys, queries, keys)
+    heads = [None if v is None else n for v, n in zip(kept, (queries, keys) * 2, strict=True)]  # whose statistics
+    readable, returned, f32 = _reader(lead + 1, work), _returned(work, [*names, *kept]), torch.float32
 
     def launch(*t):
         x = t[ix]
         shape = x.shape[:lead]
         q, k = empty(x, (*shape, queries, head)), empty(x, (*shape, keys, head))
         v = empty(x, (*shape, keys, head)) if wants_v else None
-        stats = [
-            None if n is None else empty(x, (*shape, c, 1), torch.float32) for n, c in zip(kept, counts, strict=True)
-        ]
+        stats = [None if n is None else empty(x, (*shape, n, 1), f32) for n in heads]
         if q.numel():
             weights = [None if i is None else _dense(t[i], 16) for i in vectors]
-            kernel(_readable(x, step, align), q, k, v, *tables(t, shape[axis]), *weights, *stats, most)
-        return _in_order(work, dict(zip((*names, *kept), (q, k, v, *stats), strict=True)))
+            kernel(readable(x), q, k, v, *tables(t, shape[axis]), *weights, *stats, most)
+        return returned((q, k, v, *stats))
 
     return launch
 
 
 def _merge(work: _Work, kernel, most: int):
     """A rotation alone, or the rotations of queries and keys and the way into the fused product."""
-    (step, align), tables, lead, merge = _access(work), work.tables_of(), work.x.rank - 2, work.merge
+    tables, lead, merge = work.tables_of(), work.x.rank - 2, work.merge
     axis, keys = work.ropes[0].attr("seq_axis"), work.keys
     sources = [work.at(n, "x") for n in work.ropes] + ([work.at(merge, "v")] if merge else [])
-    width = (work.queries + 2 * keys) * work.x.shape[-1]
+    width, absent = (work.queries + 2 * keys) * work.x.shape[-1], [None] * (3 - len(sources))
+    readable, vectors = _reader(lead + 2, work), [None] * 8
 
     def launch(*t):
-        parts = [t[i] for i in sources]
-        q = parts[0]
+        q = t[sources[0]]
         fused = empty(q, (*q.shape[:lead], width) if keys else q.shape)
         if fused.numel():
-            parts = [_readable(p, step, align) for p in parts] + [None] * (3 - len(parts))
-            kernel(fused, *parts, *tables(t, q.shape[axis]), *[None] * 8, most)
+            parts = [readable(t[i]) for i in sources]
+            kernel(fused, *parts, *absent, *tables(t, q.shape[axis]), *vectors, most)
         return fused
 
     return launch
@@ -471,25 +486,24 @@ def _merge(work: _Work, kernel, most: int):
 
 def _norm_bwd(work: _Work, kernel, knobs: config.Knobs, sms: int):
     """The gradients of rotations and norms, and the way into the fused product."""
-    (step, align), tables, lead = _access(work), work.tables_of(), work.x.rank - 2
+    tables, lead, norms = work.tables_of(), work.x.rank - 2, work.norms
     axis, head, sums = work.ropes[0].attr("seq_axis") if work.ropes else 0, work.x.shape[-1], work.sums
     tile = config.Tile(work.span, work.queries, work.keys, knobs.threads, knobs.rounds)
-    starts, width = work.ropes or work.norms, (work.queries + 2 * work.keys) * head
+    starts, width = work.ropes or norms, (work.queries + 2 * work.keys) * head
     sources = [work.at(n, "x" if work.ropes else "dy") for n in starts] + [work.at(work.merge, "v")]
-    xs = [work.at(work.splits[0], "x"), None, None] if work.splits else [None, *(work.at(n, "x") for n in work.norms)]
-    fused_x = bool(work.splits)
-    weights, stats = (
-        [work.at(n, "weight") for n in work.norms],
-        [work.at(n, p) for p in ("rstd", "mean") for n in work.norms],
-    )
-    order = [(p, n) for p in ("dweight", "dbias") for n in work.norms]
+    part, whole = _reader(lead + 2, work, near=True), _reader(lead + 1, work)
+    ix, ixs = (work.at(work.splits[0], "x"), ()) if work.splits else (None, [work.at(n, "x") for n in norms])
+    vectors = [(work.at(n, "weight"), 16) for n in norms]
+    vectors += [(work.at(n, p), 4) for p in ("rstd", "mean") for n in norms]
+    order = [(p, n) for p in ("dweight", "dbias") for n in norms]
     kinds = [
         getattr(torch, work.spec(n, p).dtype) if any(p == q and n is m for q, m in sums) else None for p, n in order
     ]
+    returned = _returned(work, [work.merge.output("x"), *(n.output(p) for p, n in order)])
+    most, count, splits, each = sms * knobs.resident, len(sums), tile.splits, tile.tokens
 
     def launch(*t):
-        grads = [t[i] for i in sources]
-        q = grads[0]
+        q = t[sources[0]]
         shape = q.shape[:lead]
         tokens = shape.numel()
         fused = empty(q, (*shape, width))
@@ -498,17 +512,13 @@ def _norm_bwd(work: _Work, kernel, knobs: config.Knobs, sms: int):
             for kind in kinds
         ]
         if tokens:
-            blocks = min(sms * knobs.resident, -(-tokens // tile.tokens))
-            inputs = [None if i is None else _readable(t[i], step, align) for i in xs]
-            if not fused_x:
-                inputs[1:] = map(_near, inputs[1:])
-            partials = empty(q, (len(sums), blocks * tile.splits, head), torch.float32) if sums else None
+            blocks = min(most, -(-tokens // each))
+            xs = (None, *[part(t[i]) for i in ixs]) if ix is None else (whole(t[ix]), None, None)
             kernel(
-                fused, *[_near(_readable(g, step, align)) for g in grads], *inputs, *tables(t, shape[axis]),
-                *[None if i is None else _dense(t[i], 16) for i in weights],
-                *[None if i is None else _dense(t[i], 4) for i in stats], partials, *made, blocks,
+                fused, *[part(t[i]) for i in sources], *xs, *tables(t, shape[axis]),
+                *[None if i is None else _dense(t[i], align) for i, align in vectors],
+                empty(q, (count, blocks * splits, head), torch.float32) if count else None, *made, blocks,
             )  # fmt: skip
-        found = {n.output(p): g for (p, n), g in zip(order, made, strict=True) if g is not None}
-        return _in_order(work, found | {work.merge.output("x"): fused})
+        return returned((fused, *made))
 
     return launch

@@ -30,13 +30,14 @@ from layerplan.integration.engines.contract import BuildContext, Decline, Offer,
 from layerplan.integration.engines.manifest import BY_ID
 from layerplan.integration.engines.packages import locate
 from layerplan.integration.graph.ir import Dim, GraphBuilder, ScaleSpec, TensorSpec
+from layerplan.integration.graph.ops.table import op_table
 from layerplan.integration.plan_cache import ahead, memory
 from layerplan.integration.plan_cache.disk import Store
 from layerplan.integration.planner.cover import region_of
 from layerplan.integration.settings import cache_folders
 from layerplan.kernels.common.evaluate import reference_launch
 from tests.bench.host_cost import environment
-from tests.cases import cute_rope
+from tests.cases import cute_moe, cute_rope
 
 LAUNCHES, ROUNDS = 12, 9  # of one graph; replays of each graph
 # the copy bandwidth is the faster one's: a copy inside a graph takes 1.5 times as long at some sizes
@@ -261,6 +262,9 @@ def _quantize_knobs(vectors: int, transposed: bool) -> Iterator[Knobs]:
         if not transposed:
             yield _items(threads=threads, rows=1, hold_weight=True)
             yield _items(threads=threads, rows=1, streaming=True)
+    for threads in (32, 64, 128, 256) if transposed else ():
+        if -(-vectors // threads) in (2, 3, 4):
+            yield _items(threads=threads, rows=256 // threads, together=True)
     usual = min(fits, key=lambda t: abs(vectors // t - 4))
     yield _items(
         threads=usual,
@@ -326,7 +330,7 @@ def _quantize_rows() -> Iterator[Row]:
             0.85,
             (),
             libraries,
-            tuple(_tile_knobs(transposed)),
+            tuple(_tile_knobs()),
             exact=True,
         )
     for rows, width in SHAPES[:2]:
@@ -339,46 +343,40 @@ def _quantize_rows() -> Iterator[Row]:
 
 
 def _swiglu_rows() -> Iterator[Row]:
-    engines = ("pointwise/inductor",)
+    engines, knobs = ("pointwise/inductor",), tuple(_gate_knobs())
     for rows, width in _GATED:
         wide, narrow = (TensorSpec((Dim("t", rows), n), "bfloat16") for n in (2 * width, width))
         made = one_node("swiglu", ["y"], {"x": wide})
-        knobs = [_items(vectors=v) for v in (1, 2, 4, 8)]
-        yield Row(
-            f"swiglu {rows}x2x{width}",
-            "activation/cute",
-            made,
-            random_inputs(made),
-            0.95,
-            engines,
-            te(lambda x: _te().swiglu(x, None)),
-            tuple(knobs),
-        )
+        yield Row(f"swiglu {rows}x2x{width}", "activation/cute", made, random_inputs(made), 0.95, engines,
+                  te(lambda x: _te().swiglu(x, None)), knobs)  # fmt: skip
         made = one_node("swiglu_bwd", ["dx"], {"dy": narrow, "x": wide})
         yield Row(f"swiglu {rows}x2x{width} backward", "activation/cute", made, random_inputs(made), 0.95, engines,
-                  te(lambda dy, x: _te().dswiglu(dy, x, None)), tuple(knobs[:3]))  # fmt: skip
+                  te(lambda dy, x: _te().dswiglu(dy, x, None)), knobs)  # fmt: skip
     weights = TensorSpec((Dim("t", _GATED[2][0]),), "float32")
     made = one_node("swiglu_bwd", ["dx", "drow_weight"], {"dy": narrow, "x": wide, "row_weight": weights})
-    yield Row(
-        f"swiglu {rows}x2x{width} backward with row weights",
-        "activation/cute",
-        made,
-        random_inputs(made),
-        0.88,
-        engines,
-    )
+    name = f"swiglu {rows}x2x{width} backward with row weights"
+    yield Row(name, "activation/cute", made, random_inputs(made), 0.88, engines)
     for (rows, width), kind, transposed in itertools.product(_GATED[:2], _KINDS, (False, True)):
         region = quantize_region(rows, width, kind, transposed, gate=True)
         tag = f"swiglu {rows}x2x{width} + {kind}{' both ways' if transposed else ''}"
         libraries = _te_quantize(transposed, gate=True) if kind == "1x128" else {}
         yield Row(tag, "swiglu_quantize/cute", region, _positive_scale(region), 0.8 if transposed else 0.85, (),
                   libraries,
-                  tuple(_items(**dict(k), batch=n) for k in _tile_knobs(transposed) for n in (2, 4, 8)))  # fmt: skip
+                  tuple(_tile_knobs()))  # fmt: skip
 
 
-def _tile_knobs(transposed: bool) -> Iterator[Knobs]:
-    for down, lanes in itertools.product((False, True), (4, 8) if transposed else (None,)):
-        yield _items(down=down) if lanes is None else _items(down=down, lanes=lanes)
+def _gate_knobs() -> Iterator[Knobs]:
+    for threads, vectors, streaming in itertools.product((128, 256), (1, 2, 4), (False, True)):
+        yield _items(threads=threads, vectors=vectors, keep=False, streaming=streaming)
+    for threads, vectors in ((64, 1), (512, 1), (64, 2)):
+        yield _items(threads=threads, vectors=vectors, keep=False, streaming=True)
+    for vectors, streaming in itertools.product((1, 2), (False, True)):
+        yield _items(threads=128, vectors=vectors, keep=True, streaming=streaming)
+
+
+def _tile_knobs() -> Iterator[Knobs]:
+    for down, streaming in itertools.product((False, True), repeat=2):
+        yield _items(down=down, streaming=streaming)
 
 
 def _positive_scale(region: Region):
@@ -413,20 +411,45 @@ def _te_quantize(transposed: bool, gate: bool = False) -> dict[str, Call]:
 
 # ---- rotary embedding -----------------------------------------------------------------------------------------------
 
-_HEADS = {"llama": (32, 8, 128, 64), "qwen": (28, 4, 128, 64), "partial": (32, 8, 80, 24), "small": (16, 16, 64, 32)}
+_TWO = (8192, 2)  # tokens; with 128 channels a head, 32, 56, 16 and 96 of them are rows of the widths of SHAPES
+_HEADS = {
+    "llama": (_TWO, 32, 8, 128, 64), "qwen": (_TWO, 28, 4, 128, 64), "partial": (_TWO, 32, 8, 80, 24),
+    "small": (_TWO, 16, 16, 64, 32), "16384x7168": (_TWO, 56, 8, 128, 64), "65536x2048": ((32768, 2), 16, 4, 128, 64),
+    "4096x12288": ((2048, 2), 96, 8, 128, 64),
+}  # fmt: skip
 
 
 def _rope_rows() -> Iterator[Row]:
-    """8192 x 2 tokens; alone, out of and into a fused QKV product, with norms over each head of queries and keys."""
-    for name, (queries, keys, head, half) in _HEADS.items():
+    """Alone, out of and into a fused QKV product, with norms over each head of queries and keys."""
+    for name, (tokens, queries, keys, head, half) in _HEADS.items():
         for form, norm in (("alone", None), ("split", None), ("merge", None), ("split", "rms_norm"), ("norm_bwd", "rms_norm")):
-            case = cute_rope.Case(form, (8192, 2), queries, 0 if form == "alone" else keys, head, half, norm=norm, inverse=form in ("merge", "norm_bwd"))
+            case = cute_rope.Case(form, tokens, queries, 0 if form == "alone" else keys, head, half, norm=norm, inverse=form in ("merge", "norm_bwd"))
             made = cute_rope.region(case)
-            unread = 2 * 8192 * 2 * keys * head if form == "norm_bwd" else 0  # the values' part of the product
+            unread = 2 * tokens[0] * tokens[1] * keys * head if form == "norm_bwd" else 0  # the values' part of the product
             engines = () if form == "norm_bwd" else ("pointwise/inductor", *(["rope/quack"] if form == "alone" else []))
             tag = {"alone": "rope", "split": "split + qk-norm + rope" if norm else "split + rope", "merge": "rope + merge"}
             yield Row(f"{tag.get(form, 'rope + qk-norm backward + merge')} {name}", "rope/cute", made, _head_inputs(made), 0.88 if norm else 0.94, engines,
-                      knobs=tuple(_head_knobs(case)), unread=unread)  # fmt: skip
+                      {} if norm or form == "merge" else _te_rope(case), tuple(_head_knobs(case)), unread=unread)  # fmt: skip
+
+
+def _te_rope(case: cute_rope.Case) -> dict[str, Call]:
+    """Its fused rotation, alone or with the split, of angles that it takes instead of cos and sin."""
+
+    def call(x, cos, sin):
+        from transformer_engine.pytorch.attention import rope
+
+        if not angles:
+            angles.append(torch.randn(case.tokens[0], 1, 1, 2 * case.half, device=x.device))
+        if case.form == "alone":
+            rope.apply_rotary_pos_emb(x, angles[0], tensor_format="sbhd", fused=True)
+        else:
+            group = case.queries // case.keys * case.head_dim
+            grouped = x.view(*x.shape[:-1], case.keys, group + 2 * case.head_dim)
+            rope.apply_fused_qkv_rotary_pos_emb(grouped, angles[0], angles[0], [group, case.head_dim, case.head_dim])
+        return ()  # of other angles
+
+    angles: list[torch.Tensor] = []
+    return te(call)
 
 
 def _head_inputs(region: Region):
@@ -435,16 +458,85 @@ def _head_inputs(region: Region):
 
 def _head_knobs(case: cute_rope.Case) -> Iterator[Knobs]:
     share = case.queries // case.keys if case.keys else case.queries
-    rounds = [r for r in range(1, 9) if share % r == 0]
-    for threads, r, reads_ahead in itertools.product((64, 128, 256), rounds[-3:], (False, True)):
-        for resident in (2, 3, 4, 5, 6, 8):
-            if 384 <= threads * resident <= 1024:
-                yield _items(threads=threads, rounds=r, ahead=reads_ahead, resident=resident)
+    rounds = [r for r in range(1, 9) if share % r == 0][-4:]
+    for threads, r, total in itertools.product((64, 128, 256), rounds, (512, 768, 1024, 1280)):
+        yield _items(threads=threads, rounds=r, ahead=False, resident=total // threads, streaming=True)
+    for threads, r, total in itertools.product((64, 128), rounds[-2:], (256, 384, 512)):
+        yield _items(threads=threads, rounds=r, ahead=True, resident=total // threads, streaming=True)
+    for r in rounds[-2:]:
+        yield _items(threads=128, rounds=r, ahead=False, resident=4, streaming=False)
+
+
+# ---- rows by expert and back ----------------------------------------------------------------------------------------
+
+_ROUTED = ((16384, 6, 64, 2048), (16384, 8, 128, 2048))  # tokens, slots, experts, width
+_MOVES = {"permute": "permute", "unpermute": "unpermute", "permute_bwd": "permute backward",
+          "unpermute_bwd": "unpermute backward"}  # fmt: skip
+
+
+def _moe_rows() -> Iterator[Row]:
+    """Rows alone, and with what a training step has of probabilities."""
+    for (tokens, slots, experts, width), (op, want, probs) in itertools.product(_ROUTED, cute_moe.KINDS):
+        case = cute_moe.Case(op, want, tokens, slots, experts, width, probs=probs)
+        made, dots = cute_moe.region(case), op == "unpermute_bwd" and "dprobs" in want
+        maps: dict[int, tuple[torch.Tensor, ...]] = {}
+        tag = f"{_MOVES[op]} {tokens}x{slots} of {experts}, {width}{' with probabilities' if probs else ''}"
+        yield Row(tag, "moe/cute", made, _moved_inputs(case, made, maps), 0.92 if op.startswith("un") else 0.88,
+                  ("moe/torch",), _te_moves(case, maps), tuple(_move_knobs(dots)))  # fmt: skip
+
+
+def _moved_inputs(case: cute_moe.Case, region: Region, maps: dict[int, tuple[torch.Tensor, ...]]):
+    """Each token's experts are drawn without preference. Into ``maps`` go, by the address of row_map, the experts of the
+    slots and Transformer Engine's map, which lies slot by slot."""
+
+    def make(gen: torch.Generator) -> list[torch.Tensor]:
+        experts = torch.rand(case.tokens, case.experts, generator=gen, device="cuda").topk(case.slots).indices.int()
+        attributes = {"num_experts": case.experts, "align": 1}
+        places = dict(op_table()["group_by_expert"].reference({"expert_map": experts}, attributes, ()))
+        maps[places["row_map"].data_ptr()] = experts, places["row_map"].t().contiguous().flatten()
+        for port in region.graph.inputs:
+            if port not in places:
+                shape = [d.hint if isinstance(d, Dim) else d for d in region.graph.specs[port].shape]
+                t = torch.empty(shape, device="cuda", dtype=getattr(torch, region.graph.specs[port].dtype))
+                places[port] = t.uniform_(generator=gen) if port == "probs" else t.normal_(generator=gen)
+        return [places[port] for port in region.graph.inputs]
+
+    return make
+
+
+def _move_knobs(dots: bool) -> Iterator[Knobs]:
+    for threads, vectors, streaming in itertools.product((64, 128, 256, 512), (None,) if dots else (1, 2, 4), (False, True)):
+        yield cute_moe.knobs(threads, vectors, streaming)
+
+
+def _te_moves(case: cute_moe.Case, maps: dict[int, tuple[torch.Tensor, ...]]) -> dict[str, Call]:
+    """Its kernels for an index map: permute sorts the map too and moves no probabilities; sums and gradients go by its
+    map."""
+    ports, kept = list(cute_moe.region(case).graph.inputs), []
+
+    def call(*given):
+        functions, t = _te(), dict(zip(ports, given, strict=True))
+        kind, (experts, places) = functions.DType.kBFloat16, maps[t["row_map"].data_ptr()]
+        if case.op == "permute":
+            slots = case.tokens * case.slots
+            made, _, workspace = functions.moe_permute_fwd(t["x"], kind, experts, -1, kept, slots)
+            kept[:] = workspace
+            return made
+        if case.op == "permute_bwd":
+            return functions.moe_permute_bwd(t["drows"], kind, places, torch.empty(0), case.tokens, case.slots)
+        if case.op == "unpermute":
+            probs = t.get("probs", torch.empty(0))
+            return functions.moe_unpermute_fwd(t["rows"], kind, places, probs, case.tokens, case.slots)
+        return tuple(functions.moe_unpermute_bwd(t["dy"], t["rows"], kind, places, t["probs"]))
+
+    if case.op == "unpermute_bwd" and case.probs is None:
+        return {}  # it needs them to know the number of slots
+    return {f"{name}, with its sort" if case.op == "permute" else name: c for name, c in te(call).items()}
 
 
 FAMILIES: dict[str, Callable[[], Iterator[Row]]] = {
     "norm": _norm_rows, "norm_quantize": _norm_quantize_rows, "quantize": _quantize_rows, "swiglu": _swiglu_rows,
-    "rope": _rope_rows,
+    "rope": _rope_rows, "moe": _moe_rows,
 }  # fmt: skip
 
 

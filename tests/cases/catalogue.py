@@ -1,4 +1,5 @@
-"""Every differentiable op as a table row: inputs, our call, and the same maths written once more in plain PyTorch.
+"""Every differentiable op as a table row: inputs, our call, and the same maths written once more in plain PyTorch. Those of a
+mixture of experts stand in ``moe.py``.
 
 The plain versions share no code with the op table. In float64 they are the truth, in the dtype at hand the peer whose
 error sets the tolerance.
@@ -8,7 +9,6 @@ B batch, S sequence, H heads, D head dim, N width, V classes, T tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -21,30 +21,8 @@ from layerplan.integration.engines.manifest import MANIFEST
 from layerplan.integration.planner.planner import PlanError
 
 from .. import oracle
-from . import quantized
-
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class OpCase:
-    """``make(gen, dtype)`` gives inputs on the CPU; ``diff`` names those that get gradients; ``ours(t, **kw)`` and
-    ``plain(t)`` return tuples of outputs."""
-
-    id: str
-    op: str
-    make: Callable[[torch.Generator, torch.dtype], Tensors]
-    diff: tuple[str, ...]
-    ours: Callable[..., tuple]
-    plain: Callable[[Tensors], tuple]
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    peer: Callable[[Tensors], tuple] | None = None  # where PyTorch has a function of its own
-    exponent: Callable[[Tensors], float] | None = None  # largest |LSE|, where the backward rebuilds exp(x - LSE)
-    exact: bool = False  # outputs are ``plain``'s in the dtype at hand, on a CPU, bit for bit; nothing gets a gradient
-
-
-def randn(gen: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype)
+from . import moe, quantized
+from .op_case import OpCase, Tensors, randn
 
 
 def engines_for(op: str, device: str, *, inductor: bool = True) -> list[str]:
@@ -475,6 +453,7 @@ CASES: tuple[OpCase, ...] = (
     _layout_case("expand_heads", "plain", {"x": (5, 2, 1, 11)}, ("y",), lambda x: (torch.cat([x] * 3, -2),), heads=3),
     _layout_case("sum_heads", "plain", {"x": (5, 2, 3, 11)}, ("y",), lambda x: (x.sum(-2, keepdim=True),)),
     _layout_case("sum_heads", "no_rows", {"x": (0, 3, 11)}, ("y",), lambda x: (x.sum(-2, keepdim=True),)),
+    *moe.CASES,
 )  # fmt: skip
 # sizes that reach more than one tile of a kernel
 LARGE: tuple[OpCase, ...] = (
@@ -502,6 +481,7 @@ LARGE: tuple[OpCase, ...] = (
     _attention_case("no_keys", (2, 8, 4, 64), (2, 0, 4, 64)),
     _loss_case("large", (300,), 32001),
     _linear_loss_case("large", (2, 259), 4104, 264),
+    *moe.LARGE,
 )
 BY_ID = {c.id: c for c in (*CASES, *LARGE)}
 

@@ -64,6 +64,10 @@ SMALL = (
     Case("rms_norm", 3, 48, TENSOR, amax=True, transposed=True, dtype="float16", other="float16",
          knobs=knobs(threads=32)),
     Case("rms_norm", 9, 64, POWER, transposed=True, dtype="float32", given=("weight", "bias"), knobs=knobs(threads=32)),
+    Case("rms_norm", 130, 40, BLOCK, transposed=True, given=("weight", "residual"), extra=_SUM,
+         knobs=knobs(threads=16, rows=16, together=True)),
+    Case("layer_norm", 20, 72, SWIZZLED, transposed=True, given=_ALL, extra=("residual_out",),
+         knobs=knobs(threads=32, rows=8, together=True), values="wild"),
     Case("rms_norm", 3, 136, MX, arch="sm_80", knobs=knobs(threads=32), values="wild"), Case("rms_norm", 0, 64, BLOCK),
 )  # fmt: skip
 LARGE = (
@@ -74,6 +78,11 @@ LARGE = (
           (300, 4104, SWIZZLED, False, "wild"), (300, 4104, SWIZZLED, True, "wild"), (129, 2048, MX, True, "random"),
       )),
     Case("rms_norm", 1031, 4096, TENSOR, amax=True), Case("rms_norm", 1031, 4096, TENSOR, amax=True, transposed=True),
+    *(Case("rms_norm", rows, width, q, given=given, extra=extra, transposed=True,
+           knobs=knobs(threads=threads, rows=256 // threads, together=True))
+      for rows, width, threads in ((4099, 4096, 128), (1024, 7168, 256), (128, 2048, 64), (1, 1024, 32))
+      for q, given, extra in ((BLOCK, ("weight", "residual"), _SUM), (SWIZZLED, ("weight",), ("rstd",)))),
+    Case("rms_norm", 300, 1024, TENSOR, amax=True, transposed=True, knobs=knobs(threads=64, rows=4, together=True)),
     Case("rms_norm", 67, 32768, BLOCK, dtype="float32", other="float32"),
     Case("rms_norm", 2001, 7168, BLOCK, fp8="float8_e5m2", values="wild"),
     Case("layer_norm", 2001, 256, MX, given=_ALL, extra=("y", "mean", "residual_out", "rstd")),
@@ -128,13 +137,18 @@ def offered(case: Case, engine, region, arch: Arch) -> Offer:
     return answer
 
 
+def plain_knobs(offer: Offer) -> tuple[tuple[str, object], ...]:
+    """What norm/cute has of an offer's knobs."""
+    return tuple((name, value) for name, value in offer.knobs if name != "together")
+
+
 def run(case: Case, build, arch: Arch, device: str = "cpu") -> None:
     """``build(engine, region, offer)`` gives a launch."""
     both, norm = regions(case)
     given = inputs(case, both, device)
     offer = offered(case, CuteNormQuantize(), both, arch)
     launch = build(CuteNormQuantize(), both, offer)
-    plain = build(CuteNorm(), norm, CuteNorm().offer_with(norm, arch, offer.knobs))
+    plain = build(CuteNorm(), norm, CuteNorm().offer_with(norm, arch, plain_knobs(offer)))
     got = launch(*(given[v] for v in both.graph.inputs))
     got = dict(zip(both.graph.outputs, got if isinstance(got, tuple) else (got,), strict=True))
     expected = dict(zip(norm.wanted, plain(*(given[v] for v in norm.graph.inputs)), strict=True))
@@ -194,7 +208,7 @@ def contexts(arch: Arch) -> Iterator[tuple[str, BuildContext]]:
         both, norm = regions(case)
         offer = offered(case, CuteNormQuantize(), both, arch)
         yield "norm_quantize/cute", BuildContext(both, arch, offer)
-        yield "norm/cute", BuildContext(norm, arch, CuteNorm().offer_with(norm, arch, offer.knobs))
+        yield "norm/cute", BuildContext(norm, arch, CuteNorm().offer_with(norm, arch, plain_knobs(offer)))
 
 
 if __name__ == "__main__":

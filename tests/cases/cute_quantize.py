@@ -70,11 +70,13 @@ SMALL = (
     Case(5, 136, BLOCK, transposed=False),
     Case(9, 133, POWER, fp8="float8_e5m2"),
     Case(130, 136, BLOCK),
-    Case(16, 264, POWER, knobs=knobs(down=True, lanes=8)),
+    Case(16, 264, POWER, knobs=knobs(down=True, streaming=True)),
     Case(40, 72, MX),
     Case(35, 37, MX, transposed=False),
-    Case(36, 200, SWIZZLED, knobs=knobs(down=False, lanes=8)),
+    Case(36, 200, SWIZZLED, knobs=knobs(down=False, streaming=True)),
     Case(3, 40, SWIZZLED, transposed=False),
+    Case(16, 48, MX),
+    Case(100, 104, MX),
     Case(9, 48, TENSOR, amax=True),
     Case(5, 37, TENSOR, amax=True, fp8="float8_e5m2"),
     Case(7, 40, BLOCK, dtype="float32"),
@@ -86,7 +88,7 @@ SMALL = (
     Case(0, 64, BLOCK),
     Case(9, 40, BLOCK, gate=True),
     Case(5, 37, POWER, gate=True, clamp=1.0, weight="float32"),
-    Case(8, 72, SWIZZLED, gate=True, weight="bfloat16", knobs=knobs(down=True, lanes=8, batch=8)),
+    Case(8, 72, SWIZZLED, gate=True, weight="bfloat16", knobs=knobs(down=True, streaming=True)),
     Case(5, 40, TENSOR, gate=True, amax=True, transposed=False),
 )
 LARGE = (
@@ -102,12 +104,13 @@ LARGE = (
         for transposed in (False, True)
     ),
     *(
-        Case(1032, 1544, attrs, knobs=knobs(down=down, lanes=lanes))
+        Case(1032, 1544, attrs, knobs=knobs(down=down, streaming=streaming))
         for attrs in (BLOCK, SWIZZLED)
         for down in (False, True)
-        for lanes in (4, 8)
+        for streaming in (False, True)
     ),
-    *(Case(520, 2056, BLOCK, gate=True, knobs=knobs(down=False, lanes=4, batch=batch)) for batch in (2, 8)),
+    Case(520, 2056, BLOCK, gate=True, knobs=knobs(down=True, streaming=True)),
+    *(Case(rows, 400, attrs) for attrs in (BLOCK, MX, TENSOR) for rows in (144, 248, 251)),
     *(
         Case(777, 1032, attrs, dtype=dtype, fp8="float8_e5m2")
         for attrs in (POWER, MX)
@@ -222,7 +225,7 @@ def run(case: Case, build: Build, device: str = "cpu", seed: int = 0) -> None:
 def simulated(case: Case) -> None:
     from layerplan.kernels.common import quantized
 
-    from . import simt_ptx
+    from . import simt, simt_ptx
 
     arch, addresses = ARCHS[case.arch], quantized.addresses
 
@@ -243,8 +246,10 @@ def simulated(case: Case) -> None:
         return call
 
     quantized.addresses = known
+    simt.conflicts.clear()
     try:
         run(case, build)
+        assert not simt.conflicts, f"{len(simt.conflicts)} accesses meet in a bank: {simt.conflicts[0]}"
     finally:
         quantized.addresses = addresses
 

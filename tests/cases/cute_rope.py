@@ -101,7 +101,7 @@ def cases() -> list[Case]:
             add(from_fused=False, tokens=(3, 4), layout="heads_first")
             add(want=("dweight",), knobs=knobs(threads=96, rounds=1, ahead=True, resident=1))
             add(head_dim=256, half=128, dtype="float32", bias=norm == "layer_norm", tokens=(7,))
-            add(tokens=(21, 2), knobs=knobs(threads=64, rounds=2, ahead=False, resident=1))
+            add(tokens=(21, 2), knobs=knobs(threads=64, rounds=2, ahead=False, resident=1, streaming=True))
         elif form != "alone":
             add(want=("stats",))
         if form in ("alone", "split"):
@@ -127,7 +127,7 @@ def _forms():
 
 
 def knobs(**values) -> tuple[tuple[str, object], ...]:
-    return tuple(values.items())
+    return tuple(({"streaming": False} | values).items())
 
 
 LARGE = [

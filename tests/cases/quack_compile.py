@@ -120,6 +120,21 @@ def wgrad(accumulate: str) -> Graph:
     )
 
 
+def grouped(n=128, k=64, dtype="bfloat16", experts=3) -> Graph:
+    inputs = {"x": ((TOKENS, k), dtype), "weight": ((experts, n, k), dtype), "offsets": ((experts,), "int32")}
+    return single("grouped_matmul", inputs)
+
+
+def grouped_wgrad(accumulate: str) -> Graph:
+    inputs = {
+        "dy": ((TOKENS, 16), "bfloat16"),
+        "x": ((TOKENS, 32), "bfloat16"),
+        "offsets": ((3,), "int32"),
+        "accumulate": ((3, 16, 32), accumulate),
+    }
+    return single("grouped_matmul_wgrad", inputs)
+
+
 def swiglu_chain(bias=False, keep=False, dtype="bfloat16", half=256, weights=False, **attrs) -> Graph:
     """swiglu(linear(x)); ``keep``: the linear's result is an output too."""
     b = GraphBuilder()
@@ -163,6 +178,9 @@ def compiled():
     yield "linear/quack", linear(bias=True)
     yield "linear/quack", backward(linear())
     yield "linear/quack", wgrad("float32")
+    yield "grouped_matmul/quack", grouped()
+    yield "grouped_matmul/quack", backward(grouped())
+    yield "grouped_matmul/quack", grouped_wgrad("float32")
     yield "linear_swiglu/quack", swiglu_chain()
     yield "linear_swiglu/quack", swiglu_gradient()
 

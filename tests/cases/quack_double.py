@@ -7,6 +7,7 @@ engines' host code runs through the cases without a GPU and without the package.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import sys
 import types
@@ -174,7 +175,11 @@ class RotaryKernel:
         return kernel
 
 
-def compile_product(arch, dtype, out, *, a_major, b_kn, add=False, bias=None):
+def compile_product(arch, dtype, out, *, a_major, b_kn, add=False, bias=None, ragged=None):
+    if ragged is not None:
+        assert (a_major, add) == ("k", False) if ragged == "m" else (a_major, b_kn) == ("m", True)
+        return _ragged_m(dtype, out, b_kn) if ragged == "m" else _ragged_k(dtype, out, add)
+
     def product(a, b, d, v=None):
         m, k, n = a.shape[0], a.shape[1], d.shape[1]
         tensor("a", a if a_major == "k" else a.t(), dtype, (m, k) if a_major == "k" else (k, m), 8)
@@ -184,6 +189,39 @@ def compile_product(arch, dtype, out, *, a_major, b_kn, add=False, bias=None):
         value = a.float() @ (b.float() if b_kn else b.float().t())
         value = value if v is None else value + v.float()
         d.copy_(d + value if add else value)
+
+    return product
+
+
+def _groups(ends, experts):
+    tensor("ends", ends, "int32", (experts + 1,), 4)
+    values = ends.tolist()
+    assert values[0] == 0
+    return list(enumerate(itertools.pairwise(values)))
+
+
+def _ragged_m(dtype, out, b_kn):
+    """d of the rows of each group; rows behind the last group are left as they are."""
+
+    def product(a, b, d, ends):
+        stored = b.transpose(1, 2) if b_kn else b
+        tensor("a", a, dtype, (None, b.shape[2]), 8)
+        tensor("b", stored, dtype, (None, None, None), 8)
+        tensor("d", d, out, (a.shape[0], b.shape[1]), 16 // ITEMSIZE[out])
+        for i, (begin, end) in _groups(ends, len(b)):
+            d[begin:end].copy_(a[begin:end].float() @ b[i].float().t())
+
+    return product
+
+
+def _ragged_k(dtype, out, add):
+    def product(a, b, d, ends):
+        tensor("a", a.t(), dtype, (None, d.shape[1]), 8)
+        tensor("b", b.t(), dtype, (a.shape[1], d.shape[2]), 8)
+        tensor("d", d, out, (None, None, None), 16 // ITEMSIZE[out])
+        for i, (begin, end) in _groups(ends, len(d)):
+            value = a[:, begin:end].float() @ b[:, begin:end].float().t()
+            d[i].copy_(d[i] + value if add else value)
 
     return product
 
@@ -245,6 +283,7 @@ def install(monkeypatch) -> list[str]:
     """Put the double in the package's place and let its engines run on a CPU; returns their ids."""
     from layerplan.integration.planner import cover
     from layerplan.kernels.linear import quack as linear
+    from layerplan.kernels.linear import quack_grouped as linear_grouped
     from layerplan.kernels.linear import quack_swiglu as linear_swiglu
     from layerplan.kernels.loss import quack as loss
     from layerplan.kernels.norm import quack as norm
@@ -263,7 +302,8 @@ def install(monkeypatch) -> list[str]:
         monkeypatch.setitem(sys.modules, name, module)
     for module in (common, norm, loss, rope):
         monkeypatch.setattr(module, "cute_dtype", lambda name: name)
-    monkeypatch.setattr(linear, "compile_product", compile_product)
+    for module in (linear, linear_grouped):
+        monkeypatch.setattr(module, "compile_product", compile_product)
     monkeypatch.setattr(linear_swiglu, "_compile", compile_epilogue)
     monkeypatch.setattr(linear_swiglu, "_backward_epilogue", lambda: "dswiglu")
     monkeypatch.setattr(loss, "_compilers", lambda: (compile_loss, compile_loss_bwd))

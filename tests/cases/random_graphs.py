@@ -11,6 +11,7 @@ from layerplan.integration.graph.ir import Dim, Graph, GraphBuilder, TensorSpec
 B, S, HK, GROUP, D = 2, 3, 1, 2, 4
 N = (GROUP + 2) * HK * D  # width of the stream: a fused QKV projection keeps it
 CLASSES = 5
+TOKENS, EXPERTS = 7, 3
 
 
 class RandomGraph:
@@ -21,6 +22,7 @@ class RandomGraph:
         self.random, self.gen = random.Random(seed), torch.Generator().manual_seed(seed)
         self.builder, self.dtype, self.dropout = GraphBuilder(), dtype, dropout
         self.lead = (Dim("b", 2), Dim("s", 4)) if symbolic else (B, S)
+        self.tokens = Dim("t", 8) if symbolic else TOKENS
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
         self.stream = [self.new((B, S, N)) for _ in range(2)]
@@ -43,11 +45,13 @@ class RandomGraph:
         name = f"x{len(self.names)}"
         t = integer
         if t is None:  # weights keep the stream's magnitude: saturated softmaxes would measure conditioning, not gradients
-            t = torch.randn(shape, generator=self.gen, dtype=torch.float64) * (N**-0.5 if weight and len(shape) == 2 else 1.0)
+            t = torch.randn(shape, generator=self.gen, dtype=torch.float64) * (N**-0.5 if weight and len(shape) >= 2 else 1.0)
             t = t.to(getattr(torch, self.dtype))
         spec_shape = tuple(shape)
         if tuple(shape[:2]) == (B, S):
             spec_shape = (*self.lead, *shape[2:])
+        elif shape[0] == TOKENS:
+            spec_shape = (self.tokens, *shape[1:])
         self.builder.input(name, TensorSpec(spec_shape, str(t.dtype).removeprefix("torch.")), weight=weight)
         self.names.append(name)
         self.tensors.append(t)
@@ -145,9 +149,31 @@ class RandomGraph:
         stats = self.op("stack_shard", loss=loss, lse=lse)
         self.extra.append(self.op("shard_loss", stats=stats, targets=t, hits=hits, classes=CLASSES, **ports))
 
+    def _moe(self):
+        """A layer of experts on tokens of its own, with its losses."""
+        x, align = self.new((TOKENS, N)), self.random.choice((1, 4))
+        logits = self.op("linear", x=x, weight=self.weight(EXPERTS, N))
+        kind, topk = self.random.choice((("softmax", False), ("softmax", True), ("sigmoid", False))), self.random.choice((1, 2))
+        bias = {"expert_bias": self.table(torch.randn(EXPERTS, generator=self.gen, dtype=torch.float64))} if kind[0] == "sigmoid" else {}
+        probs, expert_map = self.op("router", logits=logits, topk=topk, score_function=kind[0], pre_softmax=kind[1],
+                                    scaling_factor=self.random.choice((None, 2.0)), **bias)  # fmt: skip
+        counts, offsets, row_map = self.op("group_by_expert", expert_map=expert_map, num_experts=EXPERTS, align=align)
+        places = {"row_map": row_map, "counts": counts, "offsets": offsets, "align": align}
+        early = self.random.random() < 0.5  # probabilities weigh the activations, or the sum at the end
+        made = self.op("permute", x=x, probs=probs if early else None, **places)
+        rows, weights = made if early else (made, None)
+        h = self.op("grouped_matmul", x=rows, weight=self.new((EXPERTS, N, N), True), offsets=offsets)
+        h = self.op("swiglu", x=h, row_weight=weights)
+        h = self.op("grouped_matmul", x=h, weight=self.new((EXPERTS, N, N // 2), True), offsets=offsets)
+        self.extra.append(self.op("unpermute", rows=h, probs=None if early else probs, **places))
+        mask = self.maybe(lambda: self.new((TOKENS,), integer=torch.rand(TOKENS, generator=self.gen) < 0.3))
+        tokens = self.op("tokens_per_expert", expert_map=expert_map, padding_mask=mask, num_experts=EXPERTS)
+        self.extra.append(self.op("load_balancing_loss", logits=logits, tokens_per_expert=tokens, padding_mask=mask, topk=topk, score_function=kind[0]))
+        self.extra.append(self.op("z_loss", logits=logits, padding_mask=mask))
+
     def _collective(self):
         name = self.random.choice(("all_gather", "reduce_scatter", "all_reduce", "group_copy"))
         self.stream.append(self.op(name, x=self.pick(), group="tp", size=1))
 
 
-STEPS = ("add", "norm", "norm", "linear", "mlp", "mlp", "bda", "attention", "attention", "heads", "loss", "collective")
+STEPS = ("add", "norm", "norm", "linear", "mlp", "mlp", "bda", "attention", "attention", "heads", "loss", "moe", "collective")

@@ -23,7 +23,7 @@ import torch
 
 from . import simt_ptx
 
-WAIT_S = 20
+WAIT_S = 120  # for threads that never come; the slowest of a block takes its time on a loaded machine
 _here = threading.local()  # of a device thread: block, thread
 
 
@@ -230,6 +230,7 @@ class Block:
     def __init__(self, index, grid, size: int) -> None:
         self.index, self.grid, self.size = index, grid, size
         self.lock, self.barriers, self.lanes, self.shared, self.failed = threading.Lock(), {}, {}, [], []
+        self.accesses: list[list[tuple[int, int]]] = [[] for _ in range(size)]
 
     def meet(self, key, count: int) -> None:
         with self.lock:
@@ -257,6 +258,24 @@ class Block:
         real = [e for e in self.failed if not isinstance(e, threading.BrokenBarrierError)] or self.failed
         if real:
             raise real[0]
+        for first in range(0, self.size, 32):
+            together = self.accesses[first : first + 32]
+            if len({len(own) for own in together}) == 1:  # otherwise some are predicated
+                conflicts.extend(filter(None, map(conflict, zip(*together, strict=True))))
+
+
+conflicts: list[str] = []  # accesses to shared memory at addresses that take longer than their bytes do
+
+
+def conflict(lanes) -> str | None:
+    """What is wrong with one access (address, size) of each lane, None where each part of the warp that is served at
+    once finds its words in different banks: 8 lanes of 16 bytes, 16 of 8, all of 4 or less."""
+    part = min(32, 128 // max(4, lanes[0][1]))
+    for start in range(0, 32, part):
+        words = {(address + k) // 4 for address, size in lanes[start : start + part] for k in range(0, size, 4)}
+        if len({word % 32 for word in words}) != len(words):
+            return f"lanes {start} to {start + part - 1}: {[hex(a) for a, _ in lanes[start : start + part]]}"
+    return None
 
 
 def copy_of(kernel):
@@ -273,8 +292,8 @@ class Launch:
         for y in range(grid[1]):
             for x in range(grid[0]):
                 Block((x, y, 0), grid, block[0]).run(self.function, self.arguments)
-        for fake, tensor in bound:  # the next kernel may read them at their addresses
-            fake.write_back(tensor)
+                for fake, tensor in bound:  # the next block or kernel may read them at their addresses
+                    fake.write_back(tensor)
 
 
 bound: list[tuple[Fake, Tensor]] = []  # the tensors of the function that runs
@@ -299,7 +318,22 @@ def _find_shared(address: int):
     return _here.block.shared[(address >> _SHARED_BITS) - 1], place // 4
 
 
+def _all_lanes(value) -> tuple[list, int]:
+    """What all lanes of the warp give, and which one this is."""
+    block, (warp, lane) = _here.block, divmod(_here.thread, 32)
+    with block.lock:
+        lanes = block.lanes.setdefault(("all", warp), [None] * 32)
+    lanes[lane] = value
+    block.meet(("warp", warp, 0), 32)
+    got = list(lanes)
+    block.meet(("warp", warp, 1), 32)
+    return got, lane
+
+
 simt_ptx.SHARED.find = _find_shared
+simt_ptx.SHARED.note = lambda address, size: _here.block.accesses[_here.thread].append((address, size))
+simt_ptx.SHARED.later = lambda put: _here.pending[-1].append(put)
+simt_ptx.SHARED.rows = _all_lanes
 
 
 def inline_ptx(code: str, *, write_only_types=(), read_only_args=(), predicate=None):
@@ -314,10 +348,7 @@ def inline_ptx(code: str, *, write_only_types=(), read_only_args=(), predicate=N
 
 def reduce_warp(value, what: str):
     """Over the lanes of a warp."""
-    assert what == "max", what
-    for offset in (1, 2, 4, 8, 16):
-        value = max(value, shuffle_bfly(value, offset))
-    return value
+    return {"max": max, "min": min}[what](_all_lanes(value)[0])
 
 
 def shuffle_bfly(value, offset: int):
@@ -342,6 +373,17 @@ def barrier(barrier_id: int, number_of_threads: int) -> None:
     _here.block.meet(("named", barrier_id), number_of_threads)
 
 
+def sync_warp() -> None:
+    _here.block.meet(("warp", _here.thread // 32, 0), 32)
+
+
+def match(mask: int, value):
+    """The lanes of the warp that give the same value, as bits."""
+    assert mask == 0xFFFFFFFF, "all lanes"
+    lanes, lane = _all_lanes(value)
+    return Word(sum(1 << i for i, v in enumerate(lanes) if v == lanes[lane]))
+
+
 def sync_threads() -> None:
     _here.block.meet("all", _here.block.size)
 
@@ -352,8 +394,8 @@ def commit_group() -> None:
 
 def wait_group(left: int) -> None:
     while len(_here.pending) - 1 > left:
-        for target, values in _here.pending.pop(0):
-            target.memory[target.access(8)] = values
+        for put in _here.pending.pop(0):
+            put()
 
 
 def copy(atom, source: Tensor, target: Tensor) -> None:
@@ -362,7 +404,7 @@ def copy(atom, source: Tensor, target: Tensor) -> None:
     values = source.memory[source.access(bits)].copy()
     where = target.access(bits)
     if asynchronous:
-        _here.pending[-1].append((target, values))
+        _here.pending[-1].append(lambda: target.memory.__setitem__(where, values))
     else:
         target.memory[where] = values
 
@@ -456,9 +498,23 @@ def compile_(function, *given, options: str = ""):
     return run
 
 
+def fused(a, b, c):
+    """a * b + c of float32 numbers or arrays, rounded once: the sum in float64 is made odd where it is not exact, so
+    that the second rounding does not see a tie that is none."""
+    a, b, c = (np.float64(v) for v in (a, b, c))
+    product = a * b  # exact
+    total = product + c
+    back = total - product
+    left = (product - (total - back)) + (c - back)
+    up = np.where(left > 0, np.inf, -np.inf)
+    even = (np.asarray(total).view(np.int64) & 1) == 0
+    return np.where((left != 0) & even & np.isfinite(total), np.nextafter(total, up), total).astype(np.float32)[()]
+
+
 _PTX = {
     "mul.rn": lambda a, b: a * b, "add.rn": lambda a, b: a + b, "div.rn": lambda a, b: a / b,
-    "fma.rn": lambda a, b, c: np.float32(np.float64(a) * np.float64(b) + np.float64(c)),
+    "fma.rn": lambda a, b, c: fused(a, b, c),
+    "rcp.approx.ftz": lambda a: np.float32(1.0) / a,
     "rsqrt.approx": lambda a: np.float32(1.0) / np.sqrt(a), "abs": abs,
     "max.NaN": np.maximum, "min.NaN": np.minimum,
 }  # fmt: skip
@@ -491,9 +547,9 @@ def install() -> None:
     arch = types.SimpleNamespace(
         thread_idx=lambda: (_here.thread, 0, 0), block_idx=lambda: _here.block.index,
         grid_dim=lambda: tuple(_here.block.grid),
-        shuffle_sync_bfly=shuffle_bfly, shuffle_sync=shuffle, sync_threads=sync_threads, barrier=barrier, cp_async_commit_group=commit_group,
+        shuffle_sync_bfly=shuffle_bfly, shuffle_sync=shuffle, sync_threads=sync_threads, sync_warp=sync_warp, barrier=barrier, cp_async_commit_group=commit_group,
         cp_async_wait_group=wait_group, griddepcontrol_wait=lambda: None, lane_idx=lambda: _here.thread % 32,
-        warp_redux_sync=reduce_warp,
+        warp_redux_sync=reduce_warp, match_sync=match, popc=lambda word: Word(int(word).bit_count()),
     )  # fmt: skip
     runtime = types.SimpleNamespace(
         make_fake_tensor=lambda kind, shape, stride, assumed_align: Fake(kind, shape, stride, assumed_align),

@@ -26,8 +26,8 @@ from .reruns import watching
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "taken.json"
 FROZEN = {
-    "cpu": ("linear/torch", "norm/torch", "attention/torch_cpu", "layout/torch", "loss/chunked"),
-    "sm_90": ("linear/torch", "norm/torch", "attention/torch_cudnn", "attention/torch_flash", "layout/torch"),
+    "cpu": ("linear/torch", "grouped_matmul/torch", "moe/torch", "norm/torch", "attention/torch_cpu", "layout/torch", "loss/chunked"),
+    "sm_90": ("linear/torch", "grouped_matmul/torch", "moe/torch", "norm/torch", "attention/torch_cudnn", "attention/torch_flash", "layout/torch"),
 }
 Table = dict[str, dict[str, dict[str, str]]]
 

@@ -163,6 +163,12 @@ def quantized(case: with_quantize.Case, arch="sm_90"):
     (with_quantize.Case("rms_norm", 8, 4096, with_quantize.BLOCK, knobs=knobs(threads=8, rows=4)), "vectors of a row"),
     (with_quantize.Case("rms_norm", 8, 64, with_quantize.BLOCK, knobs=knobs(threads=8, rows=4)), "16 or more"),
     (with_quantize.Case("rms_norm", 8, 64, with_quantize.BLOCK, knobs=knobs(threads=32, hold=True)), "hold"),
+    (with_quantize.Case("rms_norm", 8, 4096, with_quantize.BLOCK, knobs=knobs(threads=128, rows=2, together=True)),
+     "one kernel anyhow"),
+    (with_quantize.Case("rms_norm", 8, 4096, with_quantize.BLOCK, transposed=True,
+                        knobs=knobs(threads=128, rows=1, together=True)), "blocks of 256"),
+    (with_quantize.Case("rms_norm", 8, 12288, with_quantize.BLOCK, transposed=True,
+                        knobs=knobs(threads=256, rows=1, together=True)), "6 vectors"),
 ])  # fmt: skip
 def test_a_norm_with_quantize_is_declined_with_what_stands_in_the_way(case, word):
     got = quantized(case)
@@ -184,7 +190,8 @@ def test_a_norm_alone_or_with_a_quantize_of_another_value_is_not_its_region():
 def test_a_norm_with_quantize_is_offered_on_every_gpu_and_names_the_kernels_that_it_builds(arch):
     for case in (*with_quantize.SMALL, *with_quantize.LARGE):
         made, engine = with_quantize.regions(case)[0], CuteNormQuantize()
-        offer, asked = engine.match(made, ARCHS[arch]), []
+        one = dict(case.knobs).get("together", False)  # other knobs may ask for more than an older GPU has
+        offer, asked = engine.offer_with(made, ARCHS[arch], case.knobs) if one else engine.match(made, ARCHS[arch]), []
         assert isinstance(offer, Offer), (case, offer)
         engine.build(BuildContext(made, ARCHS[arch], offer, lambda kernel, asked=asked: asked.append(kernel)))
         (kernel,) = engine.kernels(made, ARCHS[arch], offer)
@@ -199,6 +206,8 @@ def test_a_transposed_copy_announces_the_residual_sum_that_nobody_else_wants():
     )
     assert quantized(case).workspace_bytes == 64 * (4096 * 2 + 4)
     assert quantized(dataclasses.replace(case, extra=("residual_out", "rstd"))).workspace_bytes == 0
+    one = dataclasses.replace(case, extra=("residual_out", "rstd"), knobs=knobs(threads=128, rows=2, together=True))
+    assert quantized(one).workspace_bytes == 4 * 2, "who has begun, and one number for 128 rows"
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "rms_norm_bwd", "layer_norm_bwd"])

@@ -156,13 +156,14 @@ def test_vectors_are_as_wide_as_both_halves_of_a_head_allow():
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "rounds"), [(32, 8, 4), (28, 4, 7), (32, 1, 4), (16, 16, 1), (32, 0, 8), (13, 0, 1)]
+    ("queries", "keys", "rounds"), [(32, 8, 4), (28, 4, 7), (32, 1, 4), (16, 16, 1), (32, 0, 2), (28, 0, 2), (13, 0, 1)]
 )
 def test_a_slot_takes_as_many_queries_as_divide_a_group_and_fit_in_flight(queries, keys, rounds):
     span = config.Span(128, 64, 2)
     assert config.rounds_of(span, queries, keys) == rounds
-    for backward in (False, True):
-        chosen = config.knobs(span, queries, keys, norm=True, backward=backward, tables=1, smem=SMEM)
+    for backward, nbytes in ((False, 0), (True, config.STREAMED)):
+        chosen = config.knobs(span, queries, keys, layer=True, backward=backward, tables=1, smem=SMEM, nbytes=nbytes)
+        assert chosen.streaming == (nbytes > 0)
         assert config.refusal(chosen, span, queries, keys, backward=backward, smem=SMEM) is None
         tile = config.Tile(span, queries, keys, chosen.threads, chosen.rounds)
         assert tile.per_token * chosen.rounds == queries and tile.splits * tile.slots >= tile.per_token

@@ -30,7 +30,7 @@ MEGATRON = ("integration.megatron", "integration.training")
 WITHOUT_TORCH = ("integration.settings", "integration.problems", "integration.doctor", "integration.cli", "integration.engines.manifest",
                  "integration.engines.arch", "integration.engines.table", "integration.plan_cache.archive", "integration.plan_cache.build",
                  "integration.plan_cache.worker", "recipes")  # fmt: skip
-PLANS = ("recipes.compile", "recipes.estimate", "recipes.memory", "recipes.tune")  # plans graphs, so it needs torch; whoever names it imports it where it is used
+PLANS = ("recipes.compile", "recipes.estimate", "recipes.graphs", "recipes.memory", "recipes.tune", "recipes.walk")  # plans graphs, so it needs torch; whoever names it imports it where it is used
 
 
 def _files() -> list[Path]:

@@ -119,6 +119,15 @@ SIGNATURES = {
     "bias_dropout_add": f"x residual * bias=None p=0.0 rng=None {ENGINE}",
     "cross_entropy": f"logits targets * ignore_index=-100 {ENGINE}",
     "linear_cross_entropy": f"x w targets * ignore_index=-100 {ENGINE}",
+    "permute": f"x expert_map * num_experts probs=None align=1 {ENGINE}",
+    "unpermute": f"rows permuted probs=None * {ENGINE}",
+    "grouped_matmul": f"x w offsets * {ENGINE}",
+    "router": "logits * topk score_function='softmax' pre_softmax=False num_groups=None group_topk=None scaling_factor=None "
+              f"expert_bias=None {ENGINE}",
+    "tokens_per_expert": f"expert_map * num_experts padding_mask=None sequences=1 {ENGINE}",
+    "load_balancing_loss": "logits tokens_per_expert * topk score_function='softmax' coefficient=1.0 total_tokens=None padding_mask=None "
+                           + ENGINE,
+    "z_loss": f"logits * coefficient=1.0 padding_mask=None {ENGINE}",
     "attention": "q k v * causal window=(None,None) sink=None softmax_scale=None cu_seqlens_q=None cu_seqlens_k=None max_seqlen_q=None "
                  f"max_seqlen_k=None return_lse=False rng=None dropout=0.0 mask=None layout=None {ENGINE}",
 }  # fmt: skip

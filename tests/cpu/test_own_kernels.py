@@ -22,6 +22,9 @@ from layerplan.integration.planner.planner import plan
 from layerplan.integration.planner.policy import Policy
 from layerplan.recipes import load_recipe
 from layerplan.recipes.estimate import workloads
+from tests.cases import cute_norm_quantize, cute_quantize
+from tests.cases.cute_norm import knobs
+from tests.cases.cute_quantize import BLOCK, MX
 
 HERE = [e for e in MANIFEST if e.absent() is None]
 OWN = [e.id for e in HERE if "cutlass" in e.needs and type(e.load()).kernels is not Engine.kernels]
@@ -32,6 +35,11 @@ MOST = {"sm_90": 3}  # kernels of one device function for an arch; 1 elsewhere: 
 LOCAL: dict[str, tuple[int, str]] = {}
 # whole vectors: 16 bytes a thread or more, or bulk copies; 8-bit values that face 16-bit ones take 8 bytes a thread
 EIGHT_BITS = ("layerplan.kernels.quantize.sm80.dequantize:dequantize",)
+# a few numbers for each token: their launches take the time
+NUMBERS = tuple(
+    f"layerplan.kernels.moe.sm80.{f}"
+    for f in ("group:count", "group:place", "group:total", "router:router", "router:router_bwd")
+)
 LOADS = re.compile(r"\b(LDG\.E[\w.]*\.(128|256)|LDGSTS\.E[\w.]*\.128|UBLKCP|UTMALDG)")
 STORES = re.compile(r"\b(STG\.E[\w.]*\.(64|128|256)|UBLKCP|UTMASTG)")
 
@@ -50,12 +58,26 @@ def quantized(first: str) -> Graph:
     return b.build([data, scale, b.op("dequantize", data=data, scale_inv=scale, dtype="bfloat16", block=(1, 128))])
 
 
+def routed(align: int) -> Graph:
+    """[tokens, 2048] bfloat16 to 8 of 64 experts in groups of a multiple of ``align`` rows, and back with their weights."""
+    b, t = GraphBuilder(), Dim("t", 4096)
+    x, logits = b.input("x", TensorSpec((t, 2048), "bfloat16")), b.input("logits", TensorSpec((t, 64), "float32"))
+    probs, expert_map = b.op("router", logits=logits, topk=8)
+    tokens = b.op("tokens_per_expert", expert_map=expert_map, num_experts=64)
+    counts, offsets, row_map = b.op("group_by_expert", expert_map=expert_map, num_experts=64, align=align)
+    places = {"counts": counts, "offsets": offsets, "row_map": row_map, "align": align}
+    rows, row_probs = b.op("permute", x=x, probs=probs, **places)
+    return b.build([b.op("unpermute", rows=rows, probs=probs, **places), row_probs, tokens])
+
+
 def work() -> Iterator[tune.Workload]:
     """Graphs that between them hold a region for every engine."""
     for name in RECIPES:
         yield from workloads(load_recipe(name, []))
     for first in ("", "swiglu", "rms_norm"):
         yield tune.Workload("", "quantized", quantized(first), Policy(), {}, 1)
+    for align in (1, 128):
+        yield tune.Workload("", "routed", routed(align), Policy(), {"needs_grad": (True, True)}, 1)
 
 
 @functools.cache
@@ -84,15 +106,32 @@ def store(tmp_path_factory) -> Store:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", GPUS)
 def test_own_kernels_compile_spill_nothing_and_move_whole_vectors(store, arch):
+    compiles_well(store, arch, [kernel for rows in kernels(arch)[0].values() for kernel in rows])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])  # one of each bound on registers
+def test_kernels_that_quantise_both_ways_do_so_too(store, arch):
+    case = functools.partial(cute_quantize.Case, 64, 4096)
+    given = [(c.engine, cute_quantize.region(c), ()) for c in (case(BLOCK), case(MX), case(BLOCK, gate=True))]
+    norm = cute_norm_quantize.Case(
+        "rms_norm", 64, 4096, BLOCK, ("weight", "residual"), ("residual_out", "rstd"), transposed=True
+    )
+    for chosen in ((), knobs(threads=128, rows=2, together=True)):
+        given.append(("norm_quantize/cute", cute_norm_quantize.regions(norm)[0], chosen))
+    asked = [BY_ID[e].load().kernels(r, ARCHS[arch], cute_quantize.offered(e, r, ARCHS[arch], k)) for e, r, k in given]
+    compiles_well(store, arch, [kernel for some in asked for kernel in some])
+
+
+def compiles_well(store: Store, arch: str, wanted: list[Kernel]) -> None:
     compiler, faults = Compiler(chip(ARCHS[arch])), []
-    for target, rows in kernels(arch)[0].items():
-        for kernel in rows:
-            wanted = keyed(kernel, ARCHS[arch])
-            with store.workshop() as folder:
-                entry = build.make(wanted, store, folder, compiler)
-            faults += [f"{wanted}: {fault}" for fault in _faults(target, entry.file(".o").read_bytes())]
-            used = ", ".join(f"{u['registers']} registers" for u in entry.facts["resources"].values())
-            print(f"{arch} {wanted}: {entry.facts['seconds']:.1f} s, {used}")
+    for kernel in wanted:
+        key = keyed(kernel, ARCHS[arch])
+        with store.workshop() as folder:
+            entry = build.make(key, store, folder, compiler)
+        faults += [f"{key}: {fault}" for fault in _faults(kernel.target, entry.file(".o").read_bytes())]
+        used = ", ".join(f"{u['registers']} registers" for u in entry.facts["resources"].values())
+        print(f"{arch} {key}: {entry.facts['seconds']:.1f} s, {used}")
     compiler.close()
     assert not faults, "\n".join(faults)
 
@@ -105,6 +144,8 @@ def _faults(target: str, compiled: bytes) -> Iterator[str]:
     for name, u in used.items():
         if u.frame_bytes > allowed:
             yield f"{name} uses {u.frame_bytes} bytes of local memory a thread, {allowed} are allowed: it spills"
+    if target in NUMBERS:
+        return
     try:
         code = cubin.machine_code(compiled)
     except (FileNotFoundError, subprocess.CalledProcessError):  # no disassembler, or one that is older than the arch
@@ -128,3 +169,4 @@ def test_a_kernel_that_spills_or_moves_single_values_is_seen(monkeypatch):
     monkeypatch.setattr(cubin, "machine_code", lambda _: "LDG.E.NA.64 R0\nSTG.E.128")
     assert [f.partition(" ")[0] for f in _faults("t", b"")] == ["k", "loads"]
     assert [f.partition(" ")[0] for f in _faults(EIGHT_BITS[0], b"")] == ["k"]
+    assert [f.partition(" ")[0] for f in _faults(NUMBERS[0], b"")] == ["k"]

@@ -144,6 +144,11 @@ def test_every_graph_of_the_estimate_belongs_to_modules_that_patterns_can_name()
     for graph in estimate_recipe(recipe, Arch.parse("cpu")).graphs:
         assert set(modules_of(recipe, graph.kind)) <= names, graph.name
     assert len(names) == 2 * recipe.model.num_layers + 2
+    for name, per_layer in (("moe_tiny", 2 * 5 + 2), ("deepseek_v2_lite", 26 * 9 + 6)):
+        recipe = load_recipe(name)
+        kinds = {graph.kind for graph in estimate_recipe(recipe, Arch.parse("cpu")).graphs}
+        assert {n for kind in kinds for n in modules_of(recipe, kind)} == set(module_names(recipe))
+        assert len(module_names(recipe)) == per_layer + 2
 
 
 # ---- the environment ------------------------------------------------------------------------------------------------

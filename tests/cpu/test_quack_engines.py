@@ -23,7 +23,18 @@ from tests import oracle
 from tests.cases import faults, quack_double
 from tests.cases.catalogue import CASES, LARGE, Declined, hold
 from tests.cases.graphs import mlp
-from tests.cases.quack_compile import TOKENS, backward, linear, loss, norm, rope, swiglu_chain, wgrad
+from tests.cases.quack_compile import (
+    TOKENS,
+    backward,
+    grouped,
+    grouped_wgrad,
+    linear,
+    loss,
+    norm,
+    rope,
+    swiglu_chain,
+    wgrad,
+)
 
 torch.set_num_threads(1)
 QUACK = [e for e in MANIFEST if "quack" in e.needs]
@@ -39,10 +50,12 @@ DECLINED = {
     ("loss/quack", BF16): {"cross_entropy-plain", "cross_entropy-batched_int32", "cross_entropy-no_tokens"},
     ("linear/quack", F32): {c.id for c in (*CASES, *LARGE) if c.op == "linear"},
     ("linear/quack", BF16): {"linear-odd_bias"},
+    ("grouped_matmul/quack", F32): {c.id for c in (*CASES, *LARGE) if c.op == "grouped_matmul"},
+    ("grouped_matmul/quack", BF16): {"grouped_matmul-odd"},
     ("linear_swiglu/quack", F32): {c.id for c in (*CASES, *LARGE) if c.op in ("linear", "swiglu")},
     ("linear_swiglu/quack", BF16): {c.id for c in (*CASES, *LARGE) if c.op in ("linear", "swiglu")},
 }
-SOME = (*CASES, *(c for c in LARGE if c.op in ("rms_norm", "linear")))
+SOME = (*CASES, *(c for c in LARGE if c.op in ("rms_norm", "linear", "grouped_matmul")))
 ROWS = [
     (c, d, how, e.id)
     for e in QUACK
@@ -152,6 +165,16 @@ def test_linear_declines_float32_widths_tma_cannot_load_and_rounded_sums_with_re
     declines(e, wgrad("bfloat16"), "bfloat16")
     offers(e, wgrad("float32"))
     offers(e, linear(bias=True))
+
+
+def test_grouped_products_decline_what_tma_cannot_load_and_rounded_sums_with_reason():
+    e = "grouped_matmul/quack"
+    declines(e, grouped(dtype="float32"), "TF32")
+    declines(e, grouped(n=100), "16 bytes")
+    declines(e, grouped(k=100), "16 bytes")
+    declines(e, grouped_wgrad("bfloat16"), "bfloat16")
+    offers(e, grouped_wgrad("float32"))
+    offers(e, grouped(dtype="float16", experts=100))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
@@ -281,6 +304,27 @@ def test_main_grad_is_accumulated_in_float32_wherever_it_lies(offset, double):
     assert w.grad_added_to_main_grad is True
 
 
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_main_grads_of_groups_are_accumulated_in_float32_and_those_of_empty_groups_left_alone(offset, double):
+    gen = torch.Generator().manual_seed(0)
+    w = torch.nn.Parameter(torch.randn(3, 24, 40, generator=gen).to(BF16))
+    start = torch.randn(3, 24, 40, generator=gen)
+    w.main_grad, buffer = oracle.guarded(start, offset)
+    w.grad_added_to_main_grad = False
+    ends = torch.tensor([4, 4, 7], dtype=torch.int32)
+    x, dy = torch.randn(9, 40, generator=gen).to(BF16), torch.randn(9, 24, generator=gen).to(BF16)
+    x[7:], dy[7:] = float("nan"), float("nan")
+    ops.grouped_matmul(x, w, ends, engine="grouped_matmul/quack")
+    runner = next(r for k, r in ops._runners.items() if k[0] == "grouped_matmul" and r.policy.engine == "grouped_matmul/quack")
+    runner(x, w, ends, sink=WeightGrads({1: w}, fuse=True)).backward(dy)
+    for i, rows in ((0, slice(0, 4)), (2, slice(4, 7))):
+        truth = start[i].double() + dy[rows].double().t() @ x[rows].double()
+        oracle.compare(w.main_grad[i], truth, start[i] + dy[rows].float().t() @ x[rows].float(), f"main_grad of expert {i}")
+    assert torch.equal(w.main_grad[1], start[1])
+    oracle.check_guards(w.main_grad, buffer, "main_grad")
+    assert w.grad_added_to_main_grad is True
+
+
 def test_rope_refuses_a_table_shorter_than_the_sequence(double):
     graph = rope((9, 2, 16), 8, "float32", axis=0)
     region = region_of(graph, graph.nodes)
@@ -306,4 +350,4 @@ def test_what_is_offered_on_sm_90_compiles_and_takes_its_arguments_without_a_gpu
         [sys.executable, "-m", "tests.cases.quack_compile"], capture_output=True, text=True, timeout=580, env=env
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.strip().endswith("reached the driver: 22"), done.stdout
+    assert done.stdout.strip().endswith("reached the driver: 26"), done.stdout

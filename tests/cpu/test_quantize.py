@@ -253,10 +253,10 @@ def test_own_engines_take_every_kind_on_every_gpu_and_say_what_they_do_not_take(
         .match(one("swiglu", x=TensorSpec((Dim("t", 1 << 31), 8), "bfloat16")), SM90)
         .reason
     )
-    assert "lanes = 5" in reason("quantize/cute", Case(4, 64, BLOCK), chosen=cute_quantize.knobs(down=True, lanes=5))
-    assert "batch" in reason(
-        "swiglu_quantize/cute", Case(4, 64, BLOCK, gate=True), chosen=cute_quantize.knobs(down=True, lanes=4)
-    )
+    chosen = cute_quantize.knobs(down=True, streaming=5)
+    assert "streaming = 5" in reason("quantize/cute", Case(4, 64, BLOCK), chosen=chosen)
+    chosen = cute_quantize.knobs(down=True)
+    assert "streaming" in reason("swiglu_quantize/cute", Case(4, 64, BLOCK, gate=True), chosen=chosen)
 
 
 def test_a_swiglu_whose_result_others_read_is_not_fused_with_its_quantize():
@@ -330,13 +330,28 @@ def test_a_launch_hands_its_compiled_kernel_what_that_was_compiled_for(case, tmp
         launch(given[0][:, :8], *given[1:])
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["rows=5, width=136", "rows=5, width=37", "rows=3, width=40", "rows=7, width=40, quantize={'block': (1, 32)}"],
-)
-def test_the_device_code_gives_the_bits_of_the_reference_run_thread_by_thread(text):
+def script(name: str, *arguments: str) -> str:
+    """What a script of tests/cases prints, which has to end well."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.cases.cute_quantize", text], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", f"tests.cases.{name}", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    assert "give the bits of the reference" in run.stdout and not run.stdout.startswith("0 ")
+    return run.stdout
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["rows=5, width=136", "rows=5, width=37", "rows=3, width=40", "rows=16, width=48",
+     "rows=7, width=40, quantize={'block': (1, 128)}", "rows=7, width=40, quantize={'block': (1, 32)}"],
+)  # fmt: skip
+def test_the_device_code_gives_the_bits_of_the_reference_run_thread_by_thread(text):
+    printed = script("cute_quantize", text)
+    assert "give the bits of the reference" in printed and not printed.startswith("0 ")
+
+
+def test_faults_in_the_way_through_shared_memory_are_seen_by_the_simulation():
+    assert "6 faults are seen" in script("quantize_faults")
+
+
+def test_scales_are_the_quotients_of_ieee_division_whatever_reciprocal_the_gpu_gives():
+    assert "give the quotients of IEEE division" in script("quotients")

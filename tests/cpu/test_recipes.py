@@ -29,7 +29,7 @@ def problems_of(name: str, *overrides: str) -> dict[str, str]:
 def test_every_recipe_is_valid_and_named_after_its_function(name):
     recipe = load_recipe(name)
     assert recipe.name == name and recipe.validate() == []
-    assert recipe.validate_world(recipe.parallel.tensor * recipe.parallel.pipeline) == []
+    assert recipe.validate_world(recipe.parallel.replica) == []
     assert describe(name).endswith(".")
 
 
@@ -130,11 +130,42 @@ def test_an_unknown_recipe_suggests_the_right_one():
         (["data.split=0,1,1"], "data.split"), (["plan.recompute=selective", "plan.recompute_modules=wings"], "plan.recompute_modules"),
         (["plan.recompute=selective", "plan.recompute_modules=moe_act"], "plan.recompute_modules"),
         (["model.hidden_dropout=1.0"], "model.hidden_dropout"), (["train.steps=0"], "train.steps"), (["optimizer.lr=0"], "optimizer.lr"),
+        (["model.moe_router_topk=3"], "model.moe_router_topk"), (["parallel.expert=2"], "parallel.expert"), (["parallel.dispatcher=allgather"], "parallel.dispatcher"),
+        (["model.kv_lora_rank=16"], "model.num_query_groups"), (["model.kv_lora_rank=16", "model.head_dim=32"], "model.head_dim"),
+        (["model.kv_lora_rank=16", "model.qk_pos_emb_head_dim=7"], "model.qk_pos_emb_head_dim"), (["model.kv_lora_rank=0"], "model.kv_lora_rank"),
+        (["plan.recompute=selective", "plan.recompute_modules=mla_up_proj"], "plan.recompute_modules"),
+        (["model.kv_lora_rank=16", "model.num_query_groups=4", "plan.layers=megatron_local"], "plan.layers"),
         (["checkpoint.keep=0"], "checkpoint.keep"), (["plan.arch=sm_42"], "plan.arch"), (["optimizer.beta2=-0.1"], "optimizer.beta2"),
     ],
 )  # fmt: skip
 def test_a_rule_that_is_broken_names_its_field(overrides, field):
     assert field in problems_of("gpt_tiny", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        (["model.moe_router_topk=9"], "model.moe_router_topk"), (["model.moe_dense_layers=3"], "model.moe_dense_layers"), (["model.linear_bias=true"], "model.linear_bias"),
+        (["parallel.expert=3"], "model.num_experts"), (["parallel.expert_tensor=3"], "model.moe_ffn_hidden_size"), (["parallel.tensor=2"], "parallel.sequence"),
+        (["parallel.tensor=2", "parallel.sequence=true", "model.moe_shared_expert_intermediate_size=65"], "model.moe_shared_expert_intermediate_size"),
+        (["plan.layers=transformer_engine"], "plan.layers"), (["model.moe_dense_layers=0", "plan.fuse_residual=true"], "plan.fuse_residual"),
+        (["model.moe_router_num_groups=4"], "model.moe_router_num_groups, model.moe_router_group_topk"),
+        (["model.moe_router_num_groups=3", "model.moe_router_group_topk=1"], "model.moe_router_num_groups"),
+        (["model.moe_router_num_groups=8", "model.moe_router_group_topk=1"], "model.moe_router_group_topk"),
+        (["model.moe_router_enable_expert_bias=true"], "model.moe_router_enable_expert_bias"),
+        (["model.moe_router_pre_softmax=true", "model.moe_router_score_function=sigmoid"], "model.moe_router_pre_softmax"),
+        (["model.moe_router_topk=1"], "model.moe_router_pre_softmax"), (["model.moe_router_load_balancing_type=none"], "model.moe_aux_loss_coeff"),
+        (["model.moe_router_topk_scaling_factor=0"], "model.moe_router_topk_scaling_factor"), (["model.num_experts=0"], "model.num_experts"),
+        (["model.num_experts=none"], "model.moe_aux_loss_coeff"), (["plan.recompute=selective", "plan.recompute_modules=wings"], "plan.recompute_modules"),
+    ],
+)  # fmt: skip
+def test_a_rule_of_experts_that_is_broken_names_its_field(overrides, field):
+    assert field in problems_of("moe_tiny", *overrides)
+
+
+def test_experts_recompute_what_a_dense_model_has_not():
+    for modules in ("moe_act", "moe", "shared_experts,layernorm"):
+        assert load_recipe("moe_tiny", ["plan.recompute=selective", f"plan.recompute_modules={modules}"]).validate() == []
 
 
 @pytest.mark.parametrize(
@@ -194,6 +225,8 @@ def test_the_number_of_ranks_must_fit_the_layout_and_the_batch():
     ("llama3_70b", 1, "a multiple of 32 ranks, or set parallel.tensor=1 parallel.pipeline=1 parallel.sequence=false"),
     ("llama3_70b", 8, "a multiple of 32 ranks, or set parallel.pipeline=1"), ("llama3_70b", 12, "a multiple of 32 ranks, or set parallel.tensor=4 parallel.pipeline=1"),
     ("llama3_70b", 3, "a multiple of 32 ranks, or set parallel.tensor=1 parallel.pipeline=1 parallel.sequence=false"),
+    ("deepseek_v2_lite", 4, "a multiple of 8 ranks, or set parallel.expert=4"), ("mixtral_8x7b", 8, "a multiple of 32 ranks, or set parallel.expert=2"),
+    ("qwen3_30b_a3b", 1, "a multiple of 16 ranks, or set parallel.pipeline=1 parallel.expert=1"),
 ])  # fmt: skip
 def test_too_few_ranks_are_told_the_overrides_that_fit_them(name, world, remedy):
     (problem,) = load_recipe(name).validate_world(world)
@@ -211,6 +244,9 @@ def test_a_short_try_of_a_long_recipe_needs_no_other_schedule_and_is_its_beginni
 def test_parameter_counts_are_those_of_the_published_models():
     assert parameter_count(load_recipe("llama3_8b")) == 8_030_261_248
     assert parameter_count(load_recipe("llama3_70b")) == 70_553_706_496
+    assert parameter_count(load_recipe("mixtral_8x7b")) == 46_702_792_704
+    assert parameter_count(load_recipe("qwen3_30b_a3b")) == 30_532_122_624
+    assert parameter_count(load_recipe("deepseek_v2_lite")) == 15_706_484_224
     untied = dataclasses.replace(load_recipe("gpt_125m").model, tie_embeddings=False)
     recipe = load_recipe("gpt_125m")
     tied = parameter_count(recipe)
@@ -225,6 +261,30 @@ def test_flops_per_token_are_six_per_matrix_parameter_and_the_causal_half_of_att
     matrices = parameter_count(recipe) - norms - m.vocab_size * m.hidden_size  # the input embedding is a look-up
     attention = 6 * m.num_layers * m.hidden_size * m.seq_length
     assert flops_per_token(recipe) == 6 * matrices + attention
+
+
+def test_a_token_costs_the_experts_that_it_takes():
+    recipe = load_recipe("mixtral_8x7b")
+    m = recipe.model
+    taken = parameter_count(recipe) - m.num_layers * 6 * 3 * m.hidden_size * m.ffn_hidden_size - m.vocab_size * m.hidden_size
+    assert taken == pytest.approx(12.75e9, rel=1e-2), "of 46.7 billion, without the embedding"
+    norms, attention = m.hidden_size * (2 * m.num_layers + 1), 6 * m.num_layers * m.hidden_size * m.seq_length
+    assert flops_per_token(recipe) == 6 * (taken - norms) + attention
+    latent = load_recipe("deepseek_v2_lite")
+    shorter = dataclasses.replace(latent, model=dataclasses.replace(latent.model, seq_length=2048))
+    assert flops_per_token(latent) - flops_per_token(shorter) == 6 * 27 * 16 * (192 + 128) / 2 * 2048
+
+
+@pytest.mark.parametrize("name", ["mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v2_lite"])
+def test_memory_of_experts_is_shared_by_the_ranks_that_share_them(name):
+    recipe = load_recipe(name)
+    m, stages = recipe.model, recipe.parallel.pipeline
+    routed = (m.num_layers - m.moe_dense_layers) * m.num_experts * 3 * m.hidden_size * m.expert_width // stages
+    plain, wide = memory_estimate(recipe, SM90), memory_estimate(load_recipe(name, ["parallel.expert=4"]), SM90)
+    assert wide.weights - plain.weights == 2 * (routed // 4 - routed // 8)
+    assert wide.gradients - plain.gradients == 4 * (routed // 4 - routed // 8)
+    assert memory_estimate(load_recipe(name, ["plan.recompute=full"]), SM90).activations < plain.activations / 10
+    assert memory_fit(recipe, SM90, "H100", 80).startswith("H100 has 80 GiB")
 
 
 def test_memory_falls_with_ranks_and_with_recomputation():

@@ -364,6 +364,29 @@ def test_accumulated_gradients_are_checked_on_copies_of_what_they_are_added_to()
     assert {e: r.error for e, (r, _) in found.items()} == {"linear/torch": None, "reference/eager": None}
 
 
+@pytest.mark.parametrize("align", [1, 16])
+def test_rows_behind_the_last_group_are_nobodys_and_compared_with_nothing(align):
+    b = GraphBuilder()
+    x, probs, w = b.input("x", bf16(Dim("t", 64), 32)), b.input("probs", bf16(Dim("t", 64), 2)), b.input("w", bf16(4, 16, 32), weight=True)
+    ins = {"row_map": ((Dim("t", 64), 2), "int32"), "counts": ((4,), "int32"), "offsets": ((4,), "int32")}
+    places = {p: b.input(p, TensorSpec(*s)) for p, s in ins.items()}
+    rows, _ = b.op("permute", x=x, probs=probs, **places, align=align)
+    y = b.op("grouped_matmul", x=rows, weight=w, offsets=places["offsets"])
+    forward = b.build([b.op("unpermute", rows=y, probs=probs, **places, align=align)])
+    backward = differentiate(forward, tuple(forward.specs[v].is_float for v in forward.inputs)).backward
+    found = {r.ops: notes for g in (forward, backward) for r, notes in rows_of(measured(g))}
+    engines = {"grouped_matmul/torch", "moe/torch"}
+    assert {op for (op,) in found} >= {"permute", "unpermute", "unpermute_bwd", "permute_bwd", "grouped_matmul"}
+    for ops, rows in found.items():
+        assert {e for e in rows if e != "reference/eager"} == {e for e in engines if ops[0] in BY_ID[e].ops}, ops
+        assert all(r.error is None for r, _ in rows.values()), (ops, rows)
+
+
+def rows_of(found):
+    """Of each measured region the notes by engine."""
+    return [(r.site.region, {offer.entry.id: (record, note) for offer, record, note in r.rows}) for r in found.regions]
+
+
 def test_inputs_that_a_view_gives_have_its_strides(monkeypatch):
     b = GraphBuilder()
     x = b.input("x", TensorSpec((Dim("s", 16), Dim("b", 2), 48), "float32"))

@@ -44,6 +44,14 @@ def agreeing() -> dict[str, dict[str, Any]]:
         "fused further": run(
             "auto", "*.mlp=reference", "plan.fuse_residual=true", "plan.loss=chunked", "model.tie_embeddings=true"
         ),
+        "experts": run(
+            "auto",
+            "reference",
+            "model.num_experts=4",
+            "model.moe_shared_expert_intermediate_size=64",
+            "model.moe_aux_loss_coeff=0.01",
+            "model.moe_z_loss_coeff=0.001",
+        ),
         "megatron": run(
             "auto",
             "megatron",
@@ -92,6 +100,7 @@ def faulty() -> dict[str, dict[str, Any]]:
 def refused() -> dict[str, dict[str, Any]]:
     return {
         "recipe": run("auto", "megatron", "plan.policy=strict", "parallel.tensor=2", "model.attention_dropout=0.1"),
+        "experts": run("auto", "megatron", "model.num_experts=4", "parallel.expert=2"),
         "drawn": run("megatron", "auto", "model.hidden_dropout=0.1", "plan.fuse_residual=true"),
         "field": run("auto", "reference", "model.num_layres=2"),
         "both": run("megatron", "megatron"),

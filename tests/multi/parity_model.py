@@ -36,14 +36,16 @@ def dense_config(**changes: Any) -> TransformerConfig:
         "bias_activation_fusion": False, "pipeline_dtype": torch.float32,
         "tensor_model_parallel_size": mpu.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": mpu.get_pipeline_model_parallel_world_size(),
+        "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": mpu.get_expert_tensor_parallel_world_size(),
     }  # fmt: skip
     return TransformerConfig(**(fields | changes))
 
 
-def layout(tp: int = 1, pp: int = 1) -> None:
+def layout(tp: int = 1, pp: int = 1, ep: int = 1, etp: int | None = None) -> None:
     """Makes Megatron's groups anew."""
     mpu.destroy_model_parallel()
-    mpu.initialize_model_parallel(tp, pp)
+    mpu.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     model_parallel_cuda_manual_seed(123)
 
 
@@ -55,6 +57,9 @@ def fill(model: torch.nn.Module, scale: float = 0.2) -> None:
         for prefix, number in numbers.items():
             if name.startswith(prefix + "."):
                 name = f"layer {number}{name[len(prefix) :]}"
+        if ".experts." in name:
+            _fill_experts(param, name, model.config.num_moe_experts, scale)
+            continue
         if param.dim() == 1:
             param.fill_(1.0 if name.endswith("weight") else 0.0)
             continue
@@ -65,6 +70,23 @@ def fill(model: torch.nn.Module, scale: float = 0.2) -> None:
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * scale
         parts = whole.chunk(stride * tp, dim)[mpu.get_tensor_model_parallel_rank() :: tp] if tp > 1 else [whole]
         param.copy_(torch.cat(list(parts), dim))
+
+
+def _fill_experts(param: torch.Tensor, name: str, experts: int, scale: float) -> None:
+    """Matrices by their expert's number in the whole model: one of Megatron's SequentialMLP, or all of a rank in one parameter of ours."""
+    head, _, tail = name.partition(".experts.")
+    first = mpu.get_expert_model_parallel_rank() * (experts // mpu.get_expert_model_parallel_world_size())
+    if tail.startswith("local_experts."):
+        _, index, which, _ = tail.split(".")
+        matrices = [(first + int(index), which, param)]
+    else:
+        matrices = [(first + i, f"linear_{tail}", m) for i, m in enumerate(param)]
+    size, rank = mpu.get_expert_tensor_parallel_world_size(), mpu.get_expert_tensor_parallel_rank()
+    for number, which, matrix in matrices:
+        dim, stride = (0, 2) if which == "linear_fc1" else (1, 1)
+        shape = [n * size if k == dim else n for k, n in enumerate(matrix.shape)]
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{head} {number} {which}".encode()))) * scale
+        matrix.copy_(torch.cat(whole.chunk(stride * size, dim)[rank::size], dim))
 
 
 @dataclasses.dataclass

@@ -172,7 +172,18 @@ def test_recompute_that_calls_transformer_engine_without_it_needs_the_guard():
         assert check_config(config) == []
     assert fields_named(recomputing(latent, "mla_up_proj", "moe_act")) == [], "save policies of the plans call nothing of it"
     assert fields_named(recomputing(dense, "layernorm", "moe_act")) == []
-    assert fields_named(recomputing(dense, "moe_act", num_moe_experts=2)) == ["recompute_modules"]
+    assert fields_named(recomputing(dense, "moe_act", num_moe_experts=2, add_bias_linear=False)) == [], "the experts' activation is a save policy too"
+    assert fields_named(recomputing(dense, "layernorm", num_moe_experts=2, add_bias_linear=False)) == ["recompute_modules"]
+
+
+def test_experts_and_their_hidden_units_must_divide_among_the_ranks_that_share_them():
+    config = dense(num_moe_experts=6, moe_ffn_hidden_size=10, add_bias_linear=False)
+    assert fields_named(config) == []
+    config.expert_model_parallel_size = config.expert_tensor_parallel_size = 4
+    first, second = check_config(config)
+    assert (first.field, first.value) == ("num_moe_experts, expert_model_parallel_size", (6, 4)) and "6 % 4 = 2" in first.rule
+    assert (second.field, second.value) == ("moe_ffn_hidden_size, expert_tensor_parallel_size", (10, 4)) and "10 % 4 = 2" in second.rule
+    assert "multiple of 4" in first.remedy and "multiple of 4" in second.remedy
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,16 @@ from megatron.core.transformer import (  # noqa: E402  # noqa: E402
     transformer_block,
     transformer_layer,
 )
+from megatron.core.transformer.moe import moe_layer, router, shared_experts, token_dispatcher  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from layerplan.integration.megatron import compat  # noqa: E402
+from layerplan.integration.megatron import (  # noqa: E402
+    compat,
+    moe_config,
+    moe_experts,
+)
 from layerplan.integration.megatron import layers as own  # noqa: E402
+from layerplan.integration.megatron import moe_layer as own_moe  # noqa: E402
 from layerplan.integration.megatron.config_map import ConfigError, check_config  # noqa: E402
 
 finalize_model_grads = importlib.import_module(
@@ -113,6 +119,17 @@ SIGNATURES = {
         "hidden_states! attention_mask context context_mask rotary_pos_emb rotary_pos_cos rotary_pos_sin rotary_pos_cos_sin "
         "attention_bias inference_context packed_seq_params sequence_len_offset padding_mask * inference_params",
     ),
+    "experts": (moe_layer.ExpertsBuilder.__call__, "num_local_experts! config! * pg_collection! name"),
+    "experts.forward": (moe_layer.ExpertsInterface.forward, "dispatched_input! tokens_per_expert! permuted_probs!"),
+    "moe layer": (moe_layer.MoELayer.__init__, "config! submodules layer_number pg_collection is_mtp_layer name"),
+    "moe layer.forward": (moe_layer.MoELayer.forward, "hidden_states! intermediate_tensors padding_mask"),
+    "router": (router.TopKRouter.__init__, "config! pg_collection is_mtp_layer"),
+    "router.routing": (router.TopKRouter.routing, "logits! padding_mask"),
+    "router.attach": (
+        router.TopKRouter.attach_and_log_load_balancing_loss,
+        "activation! aux_loss_coeff! aux_loss! aux_loss_name! reduce_group! needs_dp_avg valid_token_count",
+    ),
+    "shared experts": (shared_experts.SharedExpertMLP.__init__, "config! submodules! gate! pg_collection name"),
     "bias-dropout-add": (fused_bias_dropout.get_bias_dropout_add, "training! fused!"),
 }
 # What MLA builds as duplicated linears; the class itself cannot be inspected without Transformer Engine.
@@ -128,6 +145,7 @@ FIELDS = {
     multi_latent_attention.MLASelfAttentionSubmodules: "linear_proj q_layernorm kv_layernorm linear_q_proj "
     "linear_q_down_proj linear_q_up_proj linear_kv_down_proj linear_kv_up_proj linear_qkv_down_proj core_attention",
     mlp.MLPSubmodules: "linear_fc1 linear_fc2 activation_func",
+    moe_layer.MoESubmodules: "experts shared_experts router",
 }
 # The arguments that Megatron's modules pass when they build a slot, from the source of the call.
 CALLS = {
@@ -208,7 +226,8 @@ def test_signature_is_the_one_the_slots_answer(name):
 
 # Megatron's signature -> the slot of ours that answers it.
 OURS = {"norm": own.Norm, "core attention": own.CoreAttention, "core attention.forward": own.CoreAttention.forward,
-        "mlp.forward": own.MLP.forward}  # fmt: skip
+        "mlp.forward": own.MLP.forward, "experts": moe_experts.GroupedExperts, "moe layer": own_moe.LayerplanMoELayer,
+        "moe layer.forward": own_moe.LayerplanMoELayer.forward}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*OURS, "duplicated linear"])
@@ -268,6 +287,15 @@ def test_a_slot_built_without_the_block_spec_refuses_its_own_fields_in_the_confi
 @pytest.mark.parametrize("cls", FIELDS, ids=lambda cls: cls.__name__)
 def test_submodules_have_the_fields_that_the_specs_fill(cls):
     assert " ".join(field.name for field in dataclasses.fields(cls)) == FIELDS[cls]
+
+
+def test_megatron_has_the_dispatchers_and_the_balancing_that_the_config_map_names():
+    source = inspect.getsource(moe_layer.MoELayer.__init__)
+    assert all(f"== \"{name}\"" in source for name in moe_config.DISPATCHERS)
+    found = {c for c in vars(token_dispatcher) if c.startswith("MoE") and c.endswith("TokenDispatcher")} - {"MoETokenDispatcher"}
+    assert len(found) == len(moe_config.DISPATCHERS), found
+    words = inspect.getsource(router)
+    assert all(f'"{name}"' in words for name in moe_config.BALANCING if name != "none")
 
 
 @pytest.mark.parametrize("slot", CALLS)

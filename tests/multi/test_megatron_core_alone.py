@@ -62,10 +62,10 @@ def _swap():
         out["attention"] = type(run.gpt.decoder.layers[0].self_attention.core_attention).__module__
         out["trainer"] = [n for n in sys.modules if n.startswith("layerplan.integration.training")]
         experts = {"num_moe_experts": 2, "moe_router_dtype": "fp32"}
-        for name, changes in {"dense": {}, "experts": experts}.items():
+        for name, changes, moe_layer in (("dense", {}, "layerplan"), ("experts", experts, "layerplan"), ("Megatron's", experts, "megatron")):
             fallback = _Asked()
             config = dense_config(num_layers=1, **changes)
-            spec = gpt_block_spec(config, provider=LayerplanSpecProvider(fallback=fallback))
+            spec = gpt_block_spec(config, provider=LayerplanSpecProvider(fallback=fallback), moe_layer=moe_layer)
             out["slots"][name] = sorted(set(fallback.slots))
             run = build(config, spec)
             out[f"{name} classes"] = sorted({f"{type(m).__module__}.{type(m).__name__}" for m in run.gpt.decoder.modules()})
@@ -118,13 +118,14 @@ def test_a_dense_model_asks_nothing_of_the_fallback(swap):
     assert swap["dense losses"][:2] == swap["losses"]
 
 
-def test_experts_are_asked_of_the_fallback_and_nothing_else_is(swap):
-    assert swap["slots"]["experts"] == ["activation_func", "grouped_mlp_modules"]
-    classes = swap["experts classes"]
-    assert "megatron.core.transformer.moe.experts.SequentialMLP" in classes
-    assert {"layerplan.integration.megatron.layers.CoreAttention", "layerplan.integration.megatron.layers.Norm"} <= set(classes)
+def test_experts_ask_the_fallback_for_no_more_than_megatrons_layer_wants_of_a_provider(swap):
+    assert swap["slots"]["experts"] == [] and swap["slots"]["Megatron's"] == ["activation_func"]
+    ours, theirs = ({c.rpartition(".")[2] for c in swap[f"{name} classes"]} for name in ("experts", "Megatron's"))
+    assert {"LayerplanMoELayer", "GroupedExperts", "CoreAttention", "Norm"} <= ours
+    assert {"MoELayer", "GroupedExperts"} <= theirs and not {"SequentialMLP", "LayerplanMoELayer"} & theirs
+    assert "layerplan.integration.megatron.moe_router.TopKRouter" in swap["experts classes"]
     losses = swap["experts losses"]
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] and swap["Megatron's losses"] == pytest.approx(losses, rel=1e-5)
 
 
 def test_a_provider_of_ones_own_answers_its_slot_or_is_refused_with_the_slots_name(swap):

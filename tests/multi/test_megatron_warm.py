@@ -8,7 +8,9 @@ CASES = {
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "full recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "fused gradients": {"gradient_accumulation_fusion": True},
-}
+    "experts": {"num_moe_experts": 4, "moe_ffn_hidden_size": 48, "moe_aux_loss_coeff": 1e-2, "moe_z_loss_coeff": 1e-3, "moe_router_dtype": "fp32",
+                "moe_shared_expert_intermediate_size": 32},
+}  # fmt: skip
 
 
 def scenario(fields):

@@ -19,6 +19,14 @@ def agreeing():
     return run_ranks("compare_ranks:agreeing", 1, 300)[0]
 
 
+def test_layers_of_experts_agree_module_by_module(agreeing):
+    found = agreeing["experts"]["found"]
+    assert agreeing["experts"]["status"] == 0 and found["ok"], agreeing["experts"]
+    parts = ("self_attention", "pre_mlp_layernorm", "mlp.router", "mlp.shared_experts", "mlp")
+    names = {f"decoder.layers.{i}.{part}" for i in range(2) for part in parts} | {"decoder.final_layernorm", "loss"}
+    assert set(modules_of(found, "forward")) == set(modules_of(found, "backward")) == names
+
+
 def test_auto_and_reference_agree_whatever_is_fused_recomputed_or_dropped(agreeing):
     layers = [f"decoder.layers.{i}.{part}" for i in range(2) for part in ("self_attention", "mlp")]
     for name in ("fp32", "bf16, dropout, recompute", "fused further"):
@@ -93,6 +101,10 @@ def test_what_cannot_be_compared_is_refused_by_name():
             "plan.policy = 'strict'",
             "parallel.tensor * parallel.pipeline = 2",
             "model.attention_dropout = 0.1",
+        ),
+        "experts": (
+            "parallel.tensor * parallel.pipeline, parallel.expert = 2",
+            "model.num_experts = 4: Megatron's side is made of its dense local layers",
         ),
         "drawn": ("model.hidden_dropout = 0.1: Megatron's layers draw other masks; set model.hidden_dropout=0",),
         "field": ("num_layres", "num_layers"),

@@ -10,6 +10,10 @@ BASE = ("model.num_layers=4", "model.hidden_size=128", "model.ffn_hidden_size=35
 SHARDED = (*BASE, "parallel.tensor=2", "train.micro_batch=2")
 WIDE = "model.vocab_size=2048"
 BF16 = "precision.dtype=bf16"
+EXPERTS = ("model.num_experts=8", "model.moe_ffn_hidden_size=128", "model.moe_dense_layers=1",
+           "model.moe_shared_expert_intermediate_size=128", "model.moe_aux_loss_coeff=0.01", "model.moe_z_loss_coeff=0.001")  # fmt: skip
+LATENT = ("model.kv_lora_rank=64", "model.num_query_groups=4", "model.qk_head_dim=32", "model.qk_pos_emb_head_dim=16",
+          "model.v_head_dim=32", "model.qk_norm=true")  # fmt: skip
 ONE_RANK = {
     "plain": BASE, "bf16": (*BASE, BF16), "deeper": (*BASE, "model.num_layers=8", "model.seq_length=256", "train.micro_batch=2"),
     "wider": (*BASE, "model.hidden_size=256", "model.ffn_hidden_size=704"), "large vocabulary": (*BASE, WIDE, BF16),
@@ -29,16 +33,33 @@ TWO_RANKS = {
     "data, whole optimiser": (*BASE, BF16, "parallel.distributed_optimizer=false"),
 }  # fmt: skip
 
+ONE_RANK_EXPERTS = {
+    "experts": (*BASE, *EXPERTS), "experts, bf16": (*BASE, *EXPERTS, BF16),
+    "experts, selective": (*BASE, *EXPERTS, "plan.recompute=selective", "plan.recompute_modules=moe_act,shared_experts,mlp"),
+    "experts, again": (*BASE, *EXPERTS, "plan.recompute=selective", "plan.recompute_modules=moe"),
+    "experts, full": (*BASE, *EXPERTS, "plan.recompute=full"),
+    "latent": (*BASE, *LATENT), "latent, low-rank queries": (*BASE, *LATENT, "model.q_lora_rank=96", BF16),
+    "latent, selective": (*BASE, *LATENT, *EXPERTS, "plan.recompute=selective", "plan.recompute_modules=mla_up_proj"),
+}
+TWO_RANKS_EXPERTS = {
+    "experts of two ranks": (*BASE, *EXPERTS, "parallel.expert=2"),
+    "experts, gathered": (*BASE, *EXPERTS, "parallel.expert=2", "parallel.dispatcher=allgather"),
+    "experts, tensor": (*SHARDED, *EXPERTS, "parallel.sequence=true"),
+}  # fmt: skip
+GROUPS = {"one": (1, ONE_RANK), "two": (2, TWO_RANKS), "experts": (1, ONE_RANK_EXPERTS), "experts of two": (2, TWO_RANKS_EXPERTS)}
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     pytest.importorskip("megatron.core")
-    one = run_ranks("training_memory:peaks", 1, 300, folder=str(tmp_path_factory.mktemp("one")), cases=ONE_RANK)
-    two = run_ranks("training_memory:peaks", 2, 300, folder=str(tmp_path_factory.mktemp("two")), cases=TWO_RANKS)
-    return {name: max((r[name] for r in ranks), key=lambda row: row[0]) for ranks, cases in ((one, ONE_RANK), (two, TWO_RANKS)) for name in cases}
+    peaks = {}
+    for name, (world, cases) in GROUPS.items():
+        ranks = run_ranks("training_memory:peaks", world, 300, folder=str(tmp_path_factory.mktemp(name)), cases=cases)
+        peaks |= {case: max((r[case] for r in ranks), key=lambda row: row[0]) for case in cases}
+    return peaks
 
 
-@pytest.mark.parametrize("case", [*ONE_RANK, *TWO_RANKS])
+@pytest.mark.parametrize("case", [case for _, cases in GROUPS.values() for case in cases])
 def test_the_estimate_is_within_a_twentieth_of_what_a_step_holds_at_its_peak(found, case):
     peak, estimate, terms = found[case]
     assert abs(estimate - peak) <= 0.05 * peak, (peak, terms)

@@ -57,10 +57,17 @@ class Op:
     gradient_only: frozenset[str] = frozenset()  # input ports that are read by the gradient alone, never by the op
     aliases: bool = False  # outputs may be views of inputs
     addends: Mapping[str, str] = dataclasses.field(default_factory=dict)  # output port -> optional input port that is added to it
+    host_sync: bool = False  # the reference waits for the device: it cannot be captured
+    open_rows: frozenset[str] = frozenset()  # outputs whose rows from offsets[-1] on (port offsets) may hold anything
 
     @functools.cached_property
     def required_outputs(self) -> frozenset[str]:
         return frozenset(p.name for p in self.outputs if not p.optional)
+
+    @functools.cached_property
+    def weight_gradient(self) -> bool:
+        """Whether it makes a weight gradient and nothing else: a stage that can be deferred."""
+        return [p.name for p in self.outputs] == ["dweight"]
 
     @functools.cached_property
     def input_names(self) -> tuple[str, ...]:
@@ -109,7 +116,8 @@ class Op:
         return 0 if self.kind == "layout" else sum(s.numel() for s in outputs.values()), nbytes
 
 
-_FAMILIES = ("elementwise", "norm", "linear", "layout", "rope", "attention", "activation", "loss", "quantize", "collectives")
+_FAMILIES = ("elementwise", "norm", "linear", "layout", "rope", "attention", "activation", "loss", "quantize", "moe", "grouped", "router",
+             "collectives")  # fmt: skip
 
 
 @functools.cache

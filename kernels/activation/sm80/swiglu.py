@@ -1,15 +1,14 @@
 """Device code: swiglu and its gradient, as ``integration/graph/ops/activation.py`` defines them: float32 inside, one
 rounding.
 
-A thread takes vectors of 16 bytes of gate and of up, several at once for bytes in flight. Vectors are counted through
-the whole matrix, so that no thread is idle at the end of a row; only the gradient of row weights, which is a sum over a
-row, gives a row to each block."""
+A thread takes vectors of 16 bytes of gate and of up, a block a piece of a row; only the gradient of row weights, which
+is a sum over a row, gives a row to each block."""
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 from cutlass.memory import SmemAllocator
 
@@ -64,26 +63,52 @@ def gradients(dy, gate, up, clamp: float | None, weight):
 class _Rows:
     """Rows of ``width`` values of ``dtype`` in vectors of 16 bytes. Without ``whole`` the width does not divide into
     them, or places are no multiples of 16 bytes: then values are read and written one by one, and the last vector of a
-    row is partial."""
+    row is partial.
 
-    def __init__(self, dtype: str, width: int, whole: bool) -> None:
+    A block of at most ``threads`` has a piece of a row, ``vectors`` for each thread at most, or several rows of less
+    than a warp. So a block divides once, by a constant, a thread has one row, and its vectors lie at constant
+    distances. That many blocks are fewer than 2^31 for any tensor that fits a device."""
+
+    def __init__(self, dtype: str, width: int, whole: bool, threads: int = THREADS, vectors: int = 1) -> None:
         self.packed, self.width, self.whole = w.Packed(dtype), width, whole
         self.itemsize = self.packed.itemsize
         self.step = 16 // self.itemsize
         self.vectors = -(-width // self.step)
+        self.each = min(vectors, -(-self.vectors // d.WARP))
+        self.pieces = -(-self.vectors // (threads * self.each))
+        if self.vectors < d.WARP:
+            self.lanes = 1 << (self.vectors - 1).bit_length()
+            self.rows = threads // self.lanes
+        else:
+            self.lanes, self.rows = d.WARP * -(-self.vectors // (self.pieces * self.each * d.WARP)), 1
+        self.threads = self.lanes * self.rows
 
     def ok(self, there, vector):
         """Of a vector that is ``there``, which values exist, as ``Packed.read`` takes it."""
         return there if self.whole else [there & (vector * self.step + k < self.width) for k in range(self.step)]
 
-    def first(self, count: int):
-        """(first row, vectors into it) of this block, where each takes ``count`` vectors."""
-        place = Int64(cute.arch.block_idx()[0]) * count
-        row = place // self.vectors
-        return row, Int32(place - row * self.vectors) + cute.arch.thread_idx()[0]
+    def blocks(self, rows):
+        return (rows + (self.rows - 1)) // self.rows * self.pieces
 
-    def blocks(self, rows, count: int):
-        return (Int64(rows) * self.vectors + (count - 1)) // count
+    def place(self, rows):
+        """(row, its first vector, whether the row is there) of this thread."""
+        block, thread = Uint32(cute.arch.block_idx()[0]), cute.arch.thread_idx()[0]
+        if self.rows > 1:
+            row = Int64(block * self.rows + Uint32(thread) // self.lanes)
+            return row, thread % self.lanes, row < Int64(rows)
+        if self.pieces == 1:
+            return Int64(block), thread, True
+        row = block // self.pieces
+        return Int64(row), Int32(block - row * self.pieces) * (self.lanes * self.each) + thread, True
+
+    def mine(self, first, there) -> list:
+        """(bytes behind the thread's first vector, which values exist) of each of its vectors."""
+        found, exact = [], self.pieces * self.each * self.lanes == self.vectors
+        for u in range(self.each):
+            vector = first + u * self.lanes
+            here = there if exact else vector < self.vectors if there is True else there & (vector < self.vectors)
+            found.append((u * self.lanes * 16, self.ok(here, vector)))
+        return found
 
 
 def _weight(kind: w.Packed | None, base, row, there):
@@ -102,32 +127,29 @@ def _arguments(dtype: str, width: int, whole: bool, weight: str | None):
 # ---- forward ---------------------------------------------------------------------------------------------------------
 
 
-def forward(arch: str, *, dtype: str, width: int, whole: bool, clamp: float | None, weight: str | None, vectors: int):
+def forward(arch: str, *, dtype: str, width: int, whole: bool, clamp: float | None, weight: str | None, threads: int,
+            vectors: int, keep: bool, streaming: bool):  # fmt: skip
     """A function (x [rows, 2 * width] with any row stride, row_weight [rows] of dtype ``weight`` or None, address of
-    y). ``vectors`` of a thread are in flight at once."""
-    r, kind = _Rows(dtype, width, whole), None if weight is None else w.Packed(weight)
-    count = THREADS * vectors
+    y). ``threads`` of a block at most; ``vectors`` of a thread are in flight at once; ``keep``: L1 may keep what is
+    read; ``streaming``: L2 may drop what is written first."""
+    r, kind = _Rows(dtype, width, whole, threads, vectors), None if weight is None else w.Packed(weight)
+    half = width * r.itemsize
 
     @cute.kernel
     def kernel(mX: cute.Tensor, mWeight: cute.Tensor | None, y: Int64):
-        row0, place = r.first(count)
-        stride, weights = Int64(mX.stride[0]) * r.itemsize, None if kind is None else w.address(mWeight)
-        own = []
-        for u in cutlass.range_constexpr(vectors):
-            k = place + u * THREADS
-            row, vector = row0 + k // r.vectors, k % r.vectors
-            there = row < Int64(mX.shape[0])
-            ok, at = r.ok(there, vector), w.address(mX) + row * stride + vector * 16
-            gate, up = r.packed.read(at, r.step, ok), r.packed.read(at + width * r.itemsize, r.step, ok)
-            own.append((row, vector, ok, gate, up, _weight(kind, weights, row, there)))
-        for row, vector, ok, gate, up, factor in own:
-            pairs = zip(r.packed.floats(gate), r.packed.floats(up), strict=True)
-            values = [forward_value(g, u, clamp, factor) for g, u in pairs]
-            r.packed.write(y + row * (width * r.itemsize) + vector * 16, r.packed.words(values), ok)
+        row, first, there = r.place(mX.shape[0])
+        x = w.address(mX) + row * (Int64(mX.stride[0]) * r.itemsize) + first * 16
+        out, own = y + row * half + first * 16, r.mine(first, there)
+        raw = [[r.packed.read(x + at + part, r.step, ok, keep=keep) for part in (0, half)] for at, ok in own]
+        factor = _weight(kind, None if kind is None else w.address(mWeight), row, there)
+        for (at, ok), words in zip(own, raw, strict=True):
+            pairs = zip(*(r.packed.floats(part) for part in words), strict=True)
+            values = [forward_value(gate, up, clamp, factor) for gate, up in pairs]
+            r.packed.write(out + at, r.packed.words(values), ok, streaming=streaming)
 
     @cute.jit
     def launch(mX: cute.Tensor, mWeight: cute.Tensor | None, y: Int64, stream):
-        kernel(mX, mWeight, y).launch(grid=[r.blocks(mX.shape[0], count), 1, 1], block=[THREADS, 1, 1], stream=stream)
+        kernel(mX, mWeight, y).launch(grid=[r.blocks(mX.shape[0]), 1, 1], block=[r.threads, 1, 1], stream=stream)
 
     rows_of, weights = _arguments(dtype, width, whole, weight)
     return cute.compile(launch, rows_of(2), weights, Int64(0), d.fake_stream(), options=d.OPTIONS)
@@ -136,53 +158,42 @@ def forward(arch: str, *, dtype: str, width: int, whole: bool, clamp: float | No
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-def _backward_vector(r: _Rows, x, dy, dx, vector, there, clamp, factor, write: bool):
-    """One vector of a row: reads gate, up and dy at the addresses of their rows, writes d gate and d up, returns the
-    sum of the elements' d weight (0 without weights)."""
-    ok, half = r.ok(there, vector), r.width * r.itemsize
-    gate, up, grad = (r.packed.floats(r.packed.read(at + vector * 16, r.step, ok)) for at in (x, x + half, dy))
-    found = [gradients(g, a, b, clamp, factor) for g, a, b in zip(grad, gate, up, strict=True)]
-    if write:
-        for at, k in ((dx, 0), (dx + half, 1)):
-            r.packed.write(at + vector * 16, r.packed.words([f[k] for f in found]), ok)
-    total = Float32(0.0)
-    if factor is not None:
-        for f in found:
-            total = d.add(total, f[2])
+def _backward_vectors(r: _Rows, x, dy, dx, own: list, clamp, factor, *, write: bool = True, keep: bool = False,
+                      streaming: bool = False):  # fmt: skip
+    """Vectors of a row: reads gate, up and dy behind the addresses x and dy, writes d gate and d up behind dx, returns
+    the sum of the elements' d weight (0 without weights). ``own`` as ``_Rows.mine`` gives it."""
+    half, total = r.width * r.itemsize, Float32(0.0)
+    raw = [[r.packed.read(base, r.step, ok, keep=keep) for base in (dy + at, x + at, x + at + half)] for at, ok in own]
+    for (at, ok), words in zip(own, raw, strict=True):
+        values = zip(*(r.packed.floats(part) for part in words), strict=True)
+        found = [gradients(grad, gate, up, clamp, factor) for grad, gate, up in values]
+        if write:
+            for part, k in ((0, 0), (half, 1)):
+                r.packed.write(dx + at + part, r.packed.words([f[k] for f in found]), ok, streaming=streaming)
+        if factor is not None:
+            for f in found:
+                total = d.add(total, f[2])
     return total
 
 
-def backward(arch: str, *, dtype: str, width: int, whole: bool, clamp: float | None, weight: str | None, vectors: int):
+def backward(arch: str, *, dtype: str, width: int, whole: bool, clamp: float | None, weight: str | None, threads: int,
+             vectors: int, keep: bool, streaming: bool):  # fmt: skip
     """A function (dy [rows, width], x [rows, 2 * width], both with any row stride, row_weight [rows] or None, address
-    of dx)."""
-    r, kind = _Rows(dtype, width, whole), None if weight is None else w.Packed(weight)
-    count = THREADS * vectors
+    of dx); other constants as ``forward`` has them."""
+    r, kind = _Rows(dtype, width, whole, threads, vectors), None if weight is None else w.Packed(weight)
 
     @cute.kernel
     def kernel(mDy: cute.Tensor, mX: cute.Tensor, mWeight: cute.Tensor | None, dx: Int64):
-        row0, place = r.first(count)
-        x_stride, dy_stride = (Int64(m.stride[0]) * r.itemsize for m in (mX, mDy))
-        weights = None if kind is None else w.address(mWeight)
-        for u in cutlass.range_constexpr(vectors):
-            k = place + u * THREADS
-            row, vector = row0 + k // r.vectors, k % r.vectors
-            there = row < Int64(mX.shape[0])
-            _backward_vector(
-                r,
-                w.address(mX) + row * x_stride,
-                w.address(mDy) + row * dy_stride,
-                dx + row * (2 * width * r.itemsize),
-                vector,
-                there,
-                clamp,
-                _weight(kind, weights, row, there),
-                True,
-            )
+        row, first, there = r.place(mX.shape[0])
+        x, dy = (w.address(m) + row * (Int64(m.stride[0]) * r.itemsize) + first * 16 for m in (mX, mDy))
+        factor = _weight(kind, None if kind is None else w.address(mWeight), row, there)
+        own, out = r.mine(first, there), dx + row * (2 * width * r.itemsize) + first * 16
+        _backward_vectors(r, x, dy, out, own, clamp, factor, keep=keep, streaming=streaming)
 
     @cute.jit
     def launch(mDy: cute.Tensor, mX: cute.Tensor, mWeight: cute.Tensor | None, dx: Int64, stream):
         kernel(mDy, mX, mWeight, dx).launch(
-            grid=[r.blocks(mX.shape[0], count), 1, 1], block=[THREADS, 1, 1], stream=stream
+            grid=[r.blocks(mX.shape[0]), 1, 1], block=[r.threads, 1, 1], stream=stream
         )
 
     rows_of, weights = _arguments(dtype, width, whole, weight)
@@ -195,7 +206,8 @@ def backward_with_weights(
     """A function (dy, x, row_weight as ``backward`` has them, address of dx, which is looked at where ``dx``, and of
     drow_weight [rows], of row_weight's dtype). A block takes a row; its sum has one order in every run."""
     r, kind = _Rows(dtype, width, whole), w.Packed(weight)
-    groups = d.Groups(THREADS, 1)
+    threads = min(THREADS, d.WARP * -(-r.vectors // d.WARP))
+    groups = d.Groups(threads, 1)
 
     @cute.kernel
     def kernel(mDy: cute.Tensor, mX: cute.Tensor, mWeight: cute.Tensor, to_dx: Int64, to_weight: Int64):
@@ -206,10 +218,10 @@ def backward_with_weights(
         at = to_dx + row * (2 * width * r.itemsize)
         factor = _weight(kind, w.address(mWeight), row, True)
         total = Float32(0.0)
-        for c in range((r.vectors + (THREADS - 1)) // THREADS):
-            vector = c * THREADS + thread
-            part = _backward_vector(r, x, dy, at, vector, vector < r.vectors, clamp, factor, dx)
-            total = d.add(total, part)
+        for c in range((r.vectors + (threads - 1)) // threads):
+            vector = c * threads + thread
+            own = [(vector * 16, r.ok(vector < r.vectors, vector))]
+            total = d.add(total, _backward_vectors(r, x, dy, at, own, clamp, factor, write=dx))
         (total,) = groups.sum((total,), scratch, Int32(0), 0)
         number = kind.words([total] * kind.per_word)[0]
         w.write_piece(to_weight + row * kind.itemsize, number, kind.itemsize, thread == 0)
@@ -217,7 +229,7 @@ def backward_with_weights(
     @cute.jit
     def launch(mDy: cute.Tensor, mX: cute.Tensor, mWeight: cute.Tensor, to_dx: Int64, to_weight: Int64, stream):
         kernel(mDy, mX, mWeight, to_dx, to_weight).launch(
-            grid=[mX.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream
+            grid=[mX.shape[0], 1, 1], block=[threads, 1, 1], stream=stream
         )
 
     rows_of, weights = _arguments(dtype, width, whole, weight)
@@ -227,30 +239,13 @@ def backward_with_weights(
 # ---- forward with quantised outputs ----------------------------------------------------------------------------------
 
 
-def forward_quantize(
-    arch: str,
-    *,
-    source: str,
-    width: int,
-    vector: bool,
-    kind: str,
-    dtype: str,
-    power_of_two: bool,
-    swizzled: bool,
-    transposed: bool,
-    amax: bool,
-    clamp: float | None,
-    weight: str | None,
-    batch: int,
-    lanes: int = 4,
-    down: bool = False,
-):
+def forward_quantize(arch: str, *, source: str, clamp: float | None, weight: str | None, **constants):
     """A function (x [rows, 2 * width] of ``source`` with any row stride, row_weight [rows] or None, addresses of scale,
     data, scale_inv, data_t, scale_inv_t, amax): quantize of y, which is rounded to ``source`` first. The other
-    constants are those of ``QuantizeTile``; ``batch``: rows of a thread that are read at once."""
+    constants are those of ``QuantizeTile``."""
     packed, weights = w.Packed(source), None if weight is None else w.Packed(weight)
-    tile = QuantizeTile(packed, width, vector=vector, kind=kind, dtype=dtype, arch=arch, power_of_two=power_of_two,
-                        swizzled=swizzled, transposed=transposed, amax=amax, lanes=lanes, down=down)  # fmt: skip
+    tile = QuantizeTile(packed, arch=arch, batch=4, **constants)  # of 16-bit gate and up 4 rows take 32 registers
+    half = tile.width * packed.itemsize
 
     def value(gate, up, factor):
         pairs = zip(packed.floats(gate), packed.floats(up), strict=True)
@@ -258,13 +253,11 @@ def forward_quantize(
 
     def load_from(begin, stride, factors):
         def load(row, column, oks):
-            at, half, result = begin + Int64(row) * stride + column * packed.itemsize, width * packed.itemsize, []
-            for start in range(0, len(oks), batch):
-                read = [(packed.read(at + i * stride, 8, oks[i]), packed.read(at + i * stride + half, 8, oks[i]),
-                         _weight(weights, factors, Int64(row + i), oks[i] if vector else oks[i][0]))
-                        for i in range(start, start + batch)]  # fmt: skip
-                result += [value(*parts) for parts in read]
-            return result
+            at = begin + Int64(row) * stride + column * packed.itemsize
+            read = [(packed.read(at + i * stride, 8, ok), packed.read(at + i * stride + half, 8, ok),
+                     _weight(weights, factors, Int64(row + i), ok if tile.vector else ok[0]))
+                    for i, ok in enumerate(oks)]  # fmt: skip
+            return [value(*parts) for parts in read]
 
         return load
 
@@ -280,7 +273,8 @@ def forward_quantize(
     def launch(mX: cute.Tensor, mWeight: cute.Tensor | None, scale: Int64, data: Int64, scale_inv: Int64, data_t: Int64,
                scale_inv_t: Int64, amax: Int64, stream):  # fmt: skip
         kernel(mX, mWeight, scale, data, scale_inv, data_t, scale_inv_t, amax).launch(
-            grid=[tile.blocks(mX.shape[0]), 1, 1], block=[THREADS, 1, 1], stream=stream)  # fmt: skip
+            **tile.launch(mX.shape[0], stream)
+        )
 
-    rows_of, row_weights = _arguments(source, width, vector, weight)
+    rows_of, row_weights = _arguments(source, tile.width, tile.vector, weight)
     return cute.compile(launch, rows_of(2), row_weights, *[Int64(0)] * 6, d.fake_stream(), options=d.OPTIONS)

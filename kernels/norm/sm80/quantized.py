@@ -12,7 +12,6 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
-from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 
 from ...common import device as d
 from ...common import fp8
@@ -93,7 +92,7 @@ class ForwardQuantize(Forward):
             made = [fp8.cast(line[i : i + 4], self.dtype, self.arch) for i in range(0, tiles.step, 4)]
             w.write_words(data + row * tiles.width + index * tiles.step, made, there)
         if top is not None:
-            self.raise_amax(packed.floats([top])[0], outputs[7])
+            fp8.raise_amax(packed.floats([top])[0], outputs[7])
 
     def block_scale(self, words, scale_inv, row, index, ok):
         """What the values of this thread's block are multiplied by; the first lane of the block writes scale_inv."""
@@ -126,15 +125,6 @@ class ForwardQuantize(Forward):
             sizes = [self.packed.largest(a, b) for a, b in zip(sizes[::2], sizes[1::2], strict=True)]
         return sizes
 
-    def raise_amax(self, top, amax) -> None:
-        """The largest magnitude so far, as the bits of a float32 number: they are ordered as the numbers are, NaN
-        above. Written only where it rises, so seldom that blocks do not wait for each other; its order does not matter
-        to a maximum."""
-        largest = cute.arch.warp_redux_sync(Int32(w.bits_of(top)), "max")
-        now = inline_ptx("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[amax])
-        rises = (cute.arch.lane_idx() == 0) & (largest > now)
-        inline_ptx("red.global.max.s32 [{$r0}], {$r1};", read_only_args=[amax, largest], predicate=rises)
-
 
 class TransposedQuantize:
     """The second kernel: y of h, statistics and weights, tile by tile, to fp8 both ways."""
@@ -154,28 +144,23 @@ class TransposedQuantize:
 
     def start(self, h, weight, bias, mean, rstd, addresses, stream) -> None:
         """The launch, from a host function."""
-        grid = [self.tile.blocks(h.shape[0]), 1, 1]
         self.kernel(h, weight, bias, mean, rstd, addresses).launch(
-            grid=grid, block=[THREADS, 1, 1], stream=stream, use_pdl=self.overlap
+            **self.tile.launch(h.shape[0], stream), use_pdl=self.overlap
         )
 
     @cute.kernel
     def kernel(self, h, weight, bias, mean, rstd, addresses):
         if const_expr(self.overlap):
             cute.arch.griddepcontrol_wait()
+        self.run(h, weight, bias, mean, rstd, addresses)
+
+    def run(self, h, weight, bias, mean, rstd, addresses, **where) -> None:
+        """One tile; ``where`` as for ``QuantizeTile.run``."""
         data, scale_inv, data_t, scale_inv_t, scale, amax = addresses
         stride = Int64(h.stride[0]) * self.packed.itemsize
         numbers = [None if v is None else w.address(v) for v in (weight, bias, mean, rstd)]
-        self.tile.run(
-            lambda *place: self.load(w.address(h), stride, numbers, *place),
-            h.shape[0],
-            data,
-            scale_inv,
-            data_t,
-            scale_inv_t,
-            scale,
-            amax,
-        )
+        self.tile.run(lambda *place: self.load(w.address(h), stride, numbers, *place), h.shape[0], data, scale_inv,
+                      data_t, scale_inv_t, scale, amax, **where)  # fmt: skip
 
     def load(self, begin, stride, numbers, row, column, oks) -> list:
         """The words of y, as ``QuantizeTile.run`` asks for them."""
@@ -244,32 +229,93 @@ class BothWays:
         self.second.start(h, weight, bias, mean, rstd, (data, scale_inv, data_t, scale_inv_t, scale, amax), stream)
 
 
+class Together:
+    """Both in one launch, so that the tiles find h in L2: blocks of the two kinds take turns. A step has as many as
+    make statistics and sum of 128 rows, and then those of all tiles of 128 rows, ``lag`` steps behind. A tile waits
+    until ``counters`` say that its rows are there. They are 0 at first: one of blocks that have begun, then for each
+    128 rows one of blocks that have made theirs.
+
+    A block's place in this order is the order in which blocks begin, so what a tile waits for has begun and waits for
+    nothing itself."""
+
+    def __init__(self, first: Forward, second: TransposedQuantize, lag: int) -> None:
+        groups = first.tiles.groups
+        assert groups.block == THREADS and SIDE % groups.rows == 0 and not first.stages, (groups.threads, groups.rows)
+        self.first, self.second, self.lag = first, second, lag
+        self.makers = SIDE // groups.rows  # blocks of a step that make statistics
+        self.step = self.makers + second.tile.across
+
+    @cute.jit
+    def __call__(self, x, weight, bias, residual, total, mean, rstd, data: Int64, scale_inv: Int64, data_t: Int64,
+                 scale_inv_t: Int64, scale: Int64, amax: Int64, counters: Int64, eps: Float32, stream):  # fmt: skip
+        steps = (x.shape[0] + (SIDE - 1)) // SIDE + self.lag
+        addresses = (data, scale_inv, data_t, scale_inv_t, scale, amax)
+        how = self.second.tile.launch(x.shape[0], stream) | {"grid": [steps * self.step, 1, 1]}
+        mean, rstd = d.numbers(mean), d.numbers(rstd)
+        self.kernel(x, weight, bias, residual, total, mean, rstd, addresses, counters, eps).launch(**how)
+
+    @cute.kernel
+    def kernel(self, x, weight, bias, residual, total, mean, rstd, addresses, counters: Int64, eps: Float32):
+        storage = d.SmemAllocator()
+        scratch, memory = self.first.tiles.groups.scratch(storage, 1), self.second.tile.allocate(storage)
+        turn = self.turn(w.shared(storage, 4), counters)
+        step, place = turn // self.step, turn % self.step
+        if place < self.makers:
+            if step < (x.shape[0] + (SIDE - 1)) // SIDE:
+                self.make(x, residual, (None, total, mean, rstd), eps, scratch, counters, step, place)
+        else:
+            if step >= self.lag:
+                self.tile(x if const_expr(total is None) else total, weight, bias, mean, rstd, addresses, counters,
+                          step - self.lag, place - self.makers, memory)  # fmt: skip
+
+    def turn(self, memory, counters):
+        """Which of the blocks this is, in the order in which they begin."""
+        first = cute.arch.thread_idx()[0] == 0
+        w.write_shared_words(memory, [w.take_number(counters, first)], first)
+        cute.arch.sync_threads()
+        return Int32(w.read_shared_words(memory, 1)[0])
+
+    def make(self, x, residual, outputs, eps, scratch, counters, step, place) -> None:
+        """Statistics and sum of as many rows as a block takes at once."""
+        tiles = self.first.tiles
+        group, thread = tiles.place()
+        row = step * SIDE + place * tiles.groups.rows + group
+        ok = row < x.shape[0]
+        sources = [x] if residual is None else [x, residual]
+        loaded = [[tiles.read(s[Int64(row), None], c, thread, ok) for c in range(tiles.chunks)] for s in sources]
+        self.first.finish(loaded, (None, None), [None, None], outputs, eps, scratch, row, ok, group, thread, Int32(0))
+        cute.arch.sync_threads()
+        w.count_up(self._made(counters, step), cute.arch.thread_idx()[0] == 0)
+
+    def tile(self, h, weight, bias, mean, rstd, addresses, counters, group, column, memory) -> None:
+        w.wait_for(self._made(counters, group), self.makers, cute.arch.thread_idx()[0] == 0)
+        cute.arch.sync_threads()
+        block = group * self.second.tile.across + column
+        self.second.run(h, weight, bias, mean, rstd, addresses, block=block, memory=memory)
+
+    @staticmethod
+    def _made(counters, group):
+        return counters + (Int64(group) + 1) * 4
+
+
 def both_ways(arch: str, layer: bool, width: int, step: int, x: str, weight: str | None, bias: str | None,
-              residual: bool,
-              offset: float, threads: int, rows: int, stages: int, blocks: int, streaming: bool, overlap: bool,
-              kind: str, dtype: str, power_of_two: bool, swizzled: bool, amax: bool):  # fmt: skip
-    """The compiled function over (x, weight, bias, residual, residual_out, mean, rstd, addresses of data, scale_inv,
-    data_t, scale_inv_t, scale and amax, eps). With a residual residual_out is there, with layer_norm mean, and rstd
-    always: the second kernel reads them."""
+              residual: bool, offset: float, threads: int, rows: int, stages: int, blocks: int, streaming: bool,
+              overlap: bool, stream_data: bool, lag: int, **quantize):  # fmt: skip
+    """``streaming`` is for residual_out, which the tiles read, ``stream_data`` for the quantised data; ``quantize``:
+    constants of ``QuantizeTile``. With ``lag`` it is one kernel (``Together``), with 0 there are two.
+
+    The compiled function over (x, weight, bias, residual, residual_out, mean, rstd, addresses of data, scale_inv,
+    data_t, scale_inv_t, scale and amax, with ``lag`` that of the counters, eps). With a residual residual_out is there,
+    with layer_norm mean, and rstd always: the tiles read them."""
     count = cute.sym_int()
     like_x = [d.fake_rows(x if there else None, count, width, step) for there in (True, residual, residual)]
-    vectors, numbers = (
-        [d.fake_vector(v, width, 8) for v in (weight, bias)],
-        [d.fake_numbers(there, count) for there in (layer, True)],
-    )
-    tile = QuantizeTile(w.Packed(x), width, vector=True, kind=kind, dtype=dtype, arch=arch, power_of_two=power_of_two,
-                        swizzled=swizzled,
-                        transposed=True, amax=amax, reverse=True)  # fmt: skip
+    vectors = [d.fake_vector(v, width, 8) for v in (weight, bias)]
+    numbers = [d.fake_numbers(there, count) for there in (layer, True)]
+    tile = QuantizeTile(w.Packed(x), width, vector=True, transposed=True, reverse=not lag, streaming=stream_data,
+                        arch=arch, **quantize)  # fmt: skip
     first = Forward(Tiles(width, step, threads, rows), layer, 0.0, stages, blocks, False, streaming)
-    kernel = BothWays(first, TransposedQuantize(tile, x, weight, bias, layer, offset, overlap))
-    return cute.compile(
-        kernel,
-        like_x[0],
-        *vectors,
-        *like_x[1:],
-        *numbers,
-        *[Int64(0)] * 6,
-        Float32(0.0),
-        d.fake_stream(),
-        options=d.OPTIONS,
-    )
+    second = TransposedQuantize(tile, x, weight, bias, layer, offset, overlap)
+    kernel = Together(first, second, lag) if lag else BothWays(first, second)
+    addresses = [Int64(0)] * (7 if lag else 6)
+    return cute.compile(kernel, like_x[0], *vectors, *like_x[1:], *numbers, *addresses, Float32(0.0), d.fake_stream(),
+                        options=d.OPTIONS)  # fmt: skip

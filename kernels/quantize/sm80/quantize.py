@@ -7,30 +7,15 @@ from cutlass import Int64
 
 from ...common import device as d
 from ...common import words as w
-from ...common.quantize_tile import THREADS, QuantizeTile
+from ...common.quantize_tile import QuantizeTile
 
 
-def quantize(
-    arch: str,
-    *,
-    source: str,
-    width: int,
-    vector: bool,
-    kind: str,
-    dtype: str,
-    power_of_two: bool,
-    swizzled: bool,
-    transposed: bool,
-    amax: bool,
-    lanes: int = 4,
-    down: bool = False,
-):
+def quantize(arch: str, *, source: str, **constants):
     """A function (x [rows, width] of ``source`` with any row stride, addresses of scale, data, scale_inv, data_t,
     scale_inv_t, amax). The constants are those of ``QuantizeTile``; ``vector`` asks for rows of x at multiples of 16
-    bytes."""
+    bytes, which are then copied to shared memory without a way through registers."""
     packed = w.Packed(source)
-    tile = QuantizeTile(packed, width, vector=vector, kind=kind, dtype=dtype, arch=arch, power_of_two=power_of_two,
-                        swizzled=swizzled, transposed=transposed, amax=amax, lanes=lanes, down=down)  # fmt: skip
+    tile = QuantizeTile(packed, arch=arch, resident=5, **constants)
 
     def load_from(begin, stride):
         def load(row, column, oks):
@@ -40,25 +25,16 @@ def quantize(
         return load
 
     @cute.kernel
-    def kernel(
-        mX: cute.Tensor, scale: Int64, data: Int64, scale_inv: Int64, data_t: Int64, scale_inv_t: Int64, amax: Int64
-    ):
-        load = load_from(w.address(mX), Int64(mX.stride[0]) * packed.itemsize)
+    def kernel(mX: cute.Tensor, scale: Int64, data: Int64, scale_inv: Int64, data_t: Int64, scale_inv_t: Int64,
+               amax: Int64):  # fmt: skip
+        place = w.address(mX), Int64(mX.stride[0]) * packed.itemsize
+        load = place if tile.vector else load_from(*place)
         tile.run(load, mX.shape[0], data, scale_inv, data_t, scale_inv_t, scale, amax)
 
     @cute.jit
-    def launch(
-        mX: cute.Tensor,
-        scale: Int64,
-        data: Int64,
-        scale_inv: Int64,
-        data_t: Int64,
-        scale_inv_t: Int64,
-        amax: Int64,
-        stream,
-    ):
-        kernel(mX, scale, data, scale_inv, data_t, scale_inv_t, amax).launch(
-            grid=[tile.blocks(mX.shape[0]), 1, 1], block=[THREADS, 1, 1], stream=stream)  # fmt: skip
+    def launch(mX: cute.Tensor, scale: Int64, data: Int64, scale_inv: Int64, data_t: Int64, scale_inv_t: Int64,
+               amax: Int64, stream):  # fmt: skip
+        kernel(mX, scale, data, scale_inv, data_t, scale_inv_t, amax).launch(**tile.launch(mX.shape[0], stream))
 
-    x = d.fake_rows(source, cute.sym_int(), width, 16 // packed.itemsize if vector else 1)
+    x = d.fake_rows(source, cute.sym_int(), tile.width, 16 // packed.itemsize if tile.vector else 1)
     return cute.compile(launch, x, *[Int64(0)] * 6, d.fake_stream(), options=d.OPTIONS)

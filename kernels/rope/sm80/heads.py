@@ -92,8 +92,8 @@ def row_position(positions, place: Place, axis: int):
 class Heads:
     """The heads of one kernel."""
 
-    def __init__(self, tile: Tile, *, interleaved: bool, inverse: bool) -> None:
-        self.tile, self.span, self.inverse = tile, tile.span, inverse
+    def __init__(self, tile: Tile, *, interleaved: bool, inverse: bool, streaming: bool) -> None:
+        self.tile, self.span, self.inverse, self.streaming = tile, tile.span, inverse, streaming
         self.adjacent = interleaved and self.span.vector == 1  # a pair is the two channels of a unit
         self.within = interleaved and self.span.vector > 1  # pairs lie within a vector
         self.groups = d.Groups(self.span.lanes, 1)
@@ -254,8 +254,8 @@ class Heads:
             unit, own = units[u]
             a, b = self.vectors(unit)
             if active & own:
-                d.write(row, a, pairs[u][0])
-                d.write(row, b, pairs[u][1])
+                d.write(row, a, pairs[u][0], streaming=self.streaming)
+                d.write(row, b, pairs[u][1], streaming=self.streaming)
 
 
 class Feed:

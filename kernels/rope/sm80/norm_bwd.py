@@ -202,8 +202,8 @@ def add_if(wanted, of_sum, dy, xhat):
 
 
 def compile_norm_bwd(arch: str, *, head_dim: int, half: int, dtype: str, queries: int, keys: int, from_fused: bool,
-                     lead: int, axis: int, threads: int, rounds: int, ahead: bool, resident: int, table: str | None,
-                     interleaved: bool, inverse: bool, positions: list, position_rank: int, op: str,
+                     lead: int, axis: int, threads: int, rounds: int, ahead: bool, resident: int, streaming: bool,
+                     table: str | None, interleaved: bool, inverse: bool, positions: list, position_rank: int, op: str,
                      zero_centered: bool, weights: list, dweights: list, dbiases: list):  # fmt: skip
     """``f(dfused, dq, dk, dv, fused x, q x, k x, cos, sin, q positions, k positions, q weight, k weight, q rstd, k
     rstd, q mean, k mean, partials, q dweight, k dweight, q dbias, k dbias, blocks)`` for at least one token; absent
@@ -216,7 +216,8 @@ def compile_norm_bwd(arch: str, *, head_dim: int, half: int, dtype: str, queries
     span = Span(head_dim, half, d.TYPES[dtype].width // 8)
     tile = Tile(span, queries, keys, threads, rounds)
     leads, step, one = tuple(cute.sym_int() for _ in range(lead)), span.vector, positions[1] in ("same", None)
-    heads, layer = Heads(tile, interleaved=interleaved, inverse=inverse), op == "layer_norm"
+    layer = op == "layer_norm"
+    heads = Heads(tile, interleaved=interleaved, inverse=inverse, streaming=streaming)
     sums = tuple(
         (k, w) for w, kinds in ((True, dweights), (False, dbiases)) for k in (QUERY, KEY) if kinds[k] is not None
     )

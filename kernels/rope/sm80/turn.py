@@ -159,9 +159,9 @@ class Turn:
 
 
 def compile_turn(arch: str, *, head_dim: int, half: int, dtype: str, queries: int, keys: int, values: bool, split: bool,
-                 lead: int, axis: int, threads: int, rounds: int, ahead: bool, resident: int, table: str | None,
-                 interleaved: bool, inverse: bool, positions: list, position_rank: int, norm: list | None,
-                 weights: list, biases: list, stats: list):  # fmt: skip
+                 lead: int, axis: int, threads: int, rounds: int, ahead: bool, resident: int, streaming: bool,
+                 table: str | None, interleaved: bool, inverse: bool, positions: list, position_rank: int,
+                 norm: list | None, weights: list, biases: list, stats: list):  # fmt: skip
     """``f(fused, q, k, v, cos, sin, q positions, k positions, q weight, k weight, q bias, k bias, q rstd, k rstd, q
     mean, k mean, blocks)`` for at least one token; absent tensors are None. ``blocks`` is the most that are launched:
     all that tokens fill, unless ``ahead``.
@@ -176,7 +176,7 @@ def compile_turn(arch: str, *, head_dim: int, half: int, dtype: str, queries: in
     span = Span(head_dim, half, d.TYPES[dtype].width // 8)
     tile = Tile(span, queries, keys, threads, rounds)
     leads, step, one = tuple(cute.sym_int() for _ in range(lead)), span.vector, positions[1] in ("same", None)
-    heads = Heads(tile, interleaved=interleaved, inverse=inverse)
+    heads = Heads(tile, interleaved=interleaved, inverse=inverse, streaming=streaming)
     run = Turn(heads, ahead=ahead, resident=resident, split=split, lead=lead, axis=axis,
                norm=None if norm is None else tuple(norm), one_position=one)  # fmt: skip
     counts, given = (queries, keys, keys), (True, keys > 0, keys > 0 and values)

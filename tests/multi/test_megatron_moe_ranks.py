@@ -90,7 +90,7 @@ def _same_digits(rows, wanted, tolerance):
 
 @pytest.fixture(scope="module")
 def expert_parallel():
-    return run_ranks("test_megatron_moe_ranks:_expert_parallel", world=2, timeout=240)
+    return run_ranks("test_megatron_moe_ranks:_expert_parallel", world=2, timeout=400)
 
 
 @pytest.mark.parametrize("case", [f"{d}{more}" for d in DISPATCHERS for more in ("", " lopsided")])
@@ -242,11 +242,11 @@ def layouts(tmp_path_factory):
     two = run_ranks(
         "test_megatron_moe_ranks:_layouts",
         world=2,
-        timeout=240,
+        timeout=400,
         env=env,
         layouts=["experts' tensor", "tensor", "tensor and expert"],
     )
-    four = run_ranks("test_megatron_moe_ranks:_layouts", world=4, timeout=240, layouts=["all three"])
+    four = run_ranks("test_megatron_moe_ranks:_layouts", world=4, timeout=400, layouts=["all three"])
     return [
         {n: rows for n, rows in (*a.items(), *b.items())} | {"alone of 4": b["alone"]}
         for a, b in zip(two, four[:2], strict=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 from cutlass.memory import SmemAllocator
 
 from ...common import device as d
 from ...common import words as w
 from ...common.quantize_tile import THREADS, QuantizeTile
+from ...common.row_pieces import RowPieces
 
 # ---- the maths, on numbers -------------------------------------------------------------------------------------------
 
@@ -60,55 +61,24 @@ def gradients(dy, gate, up, clamp: float | None, weight):
 # ---- rows and vectors ------------------------------------------------------------------------------------------------
 
 
-class _Rows:
-    """Rows of ``width`` values of ``dtype`` in vectors of 16 bytes. Without ``whole`` the width does not divide into
-    them, or places are no multiples of 16 bytes: then values are read and written one by one, and the last vector of a
-    row is partial.
-
-    A block of at most ``threads`` has a piece of a row, ``vectors`` for each thread at most, or several rows of less
-    than a warp. So a block divides once, by a constant, a thread has one row, and its vectors lie at constant
-    distances. That many blocks are fewer than 2^31 for any tensor that fits a device."""
+class _Rows(RowPieces):
+    """Rows of ``width`` values of ``dtype`` in vectors of 16 bytes, ``vectors`` for each thread at most. Without
+    ``whole`` the width does not divide into them, or places are no multiples of 16 bytes: then values are read and
+    written one by one, and the last vector of a row is partial."""
 
     def __init__(self, dtype: str, width: int, whole: bool, threads: int = THREADS, vectors: int = 1) -> None:
         self.packed, self.width, self.whole = w.Packed(dtype), width, whole
         self.itemsize = self.packed.itemsize
         self.step = 16 // self.itemsize
-        self.vectors = -(-width // self.step)
-        self.each = min(vectors, -(-self.vectors // d.WARP))
-        self.pieces = -(-self.vectors // (threads * self.each))
-        if self.vectors < d.WARP:
-            self.lanes = 1 << (self.vectors - 1).bit_length()
-            self.rows = threads // self.lanes
-        else:
-            self.lanes, self.rows = d.WARP * -(-self.vectors // (self.pieces * self.each * d.WARP)), 1
-        self.threads = self.lanes * self.rows
+        super().__init__(-(-width // self.step), threads, vectors)
 
     def ok(self, there, vector):
         """Of a vector that is ``there``, which values exist, as ``Packed.read`` takes it."""
         return there if self.whole else [there & (vector * self.step + k < self.width) for k in range(self.step)]
 
-    def blocks(self, rows):
-        return (rows + (self.rows - 1)) // self.rows * self.pieces
-
-    def place(self, rows):
-        """(row, its first vector, whether the row is there) of this thread."""
-        block, thread = Uint32(cute.arch.block_idx()[0]), cute.arch.thread_idx()[0]
-        if self.rows > 1:
-            row = Int64(block * self.rows + Uint32(thread) // self.lanes)
-            return row, thread % self.lanes, row < Int64(rows)
-        if self.pieces == 1:
-            return Int64(block), thread, True
-        row = block // self.pieces
-        return Int64(row), Int32(block - row * self.pieces) * (self.lanes * self.each) + thread, True
-
     def mine(self, first, there) -> list:
         """(bytes behind the thread's first vector, which values exist) of each of its vectors."""
-        found, exact = [], self.pieces * self.each * self.lanes == self.vectors
-        for u in range(self.each):
-            vector = first + u * self.lanes
-            here = there if exact else vector < self.vectors if there is True else there & (vector < self.vectors)
-            found.append((u * self.lanes * 16, self.ok(here, vector)))
-        return found
+        return [(step * 16, self.ok(here, first + step)) for step, here in self.steps(first, there)]
 
 
 def _weight(kind: w.Packed | None, base, row, there):
@@ -137,7 +107,7 @@ def forward(arch: str, *, dtype: str, width: int, whole: bool, clamp: float | No
 
     @cute.kernel
     def kernel(mX: cute.Tensor, mWeight: cute.Tensor | None, y: Int64):
-        row, first, there = r.place(mX.shape[0])
+        row, first, there = r.place(cute.arch.block_idx()[0], mX.shape[0])
         x = w.address(mX) + row * (Int64(mX.stride[0]) * r.itemsize) + first * 16
         out, own = y + row * half + first * 16, r.mine(first, there)
         raw = [[r.packed.read(x + at + part, r.step, ok, keep=keep) for part in (0, half)] for at, ok in own]
@@ -184,7 +154,7 @@ def backward(arch: str, *, dtype: str, width: int, whole: bool, clamp: float | N
 
     @cute.kernel
     def kernel(mDy: cute.Tensor, mX: cute.Tensor, mWeight: cute.Tensor | None, dx: Int64):
-        row, first, there = r.place(mX.shape[0])
+        row, first, there = r.place(cute.arch.block_idx()[0], mX.shape[0])
         x, dy = (w.address(m) + row * (Int64(m.stride[0]) * r.itemsize) + first * 16 for m in (mX, mDy))
         factor = _weight(kind, None if kind is None else w.address(mWeight), row, there)
         own, out = r.mine(first, there), dx + row * (2 * width * r.itemsize) + first * 16

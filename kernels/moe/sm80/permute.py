@@ -14,8 +14,9 @@ from cutlass.memory import SmemAllocator
 
 from ...common import device as d
 from ...common import words as w
+from ...common.row_pieces import both
 from ...common.row_tiles import number_if
-from .rows import Numbers, Rows, both
+from .rows import Numbers, Rows
 
 PADDING_ROWS = 16  # of a block that fills them
 MOST_IN_FLIGHT = 8  # vectors that a thread reads at once

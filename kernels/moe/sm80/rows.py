@@ -12,58 +12,26 @@ from cutlass import Int32, Int64, Uint32
 
 from ...common import device as d
 from ...common import words as w
+from ...common.row_pieces import RowPieces
 
 
-def both(a, b):
-    """a and b, of which a may be Python's True."""
-    return b if a is True else a & b
-
-
-class Rows:
-    """Rows of ``width`` values of ``dtype``. A block of at most ``threads`` has a piece of a row, ``vectors`` accesses
-    for each thread at most, or several rows of less than a warp; with ``whole`` it has all of a row. So a block divides
-    once, by a constant, and a thread has one row. Such blocks are fewer than 2^31 for any tensor that fits a device."""
+class Rows(RowPieces):
+    """Rows of ``width`` values of ``dtype``, ``vectors`` accesses for each thread at most; with ``whole`` a block has
+    all of a row."""
 
     def __init__(
         self, dtype: str, width: int, access: int, threads: int, vectors: int = 1, *, whole: bool = False
     ) -> None:
         self.packed, self.access, self.width = w.Packed(dtype), access, width
         self.elements, self.nbytes = access // self.packed.itemsize, width * self.packed.itemsize
-        self.vectors = self.nbytes // access
-        self.each = min(vectors, -(-self.vectors // d.WARP))
-        self.pieces = 1 if whole else -(-self.vectors // (threads * self.each))
-        if self.vectors < d.WARP:
-            self.lanes = 1 << (self.vectors - 1).bit_length()
-            self.rows = threads // self.lanes
-        else:
-            per_piece = min(threads * self.each, -(-self.vectors // self.pieces))
-            self.lanes, self.rows = d.WARP * -(-per_piece // (self.each * d.WARP)), 1
-        self.threads = self.lanes * self.rows
+        super().__init__(self.nbytes // access, threads, vectors, whole=whole)
         self.chunks = -(-self.vectors // self.lanes)  # of a thread, where a block has all of a row
 
     # ---- where
 
-    def blocks(self, rows):
-        return (rows + (self.rows - 1)) // self.rows * self.pieces
-
-    def place(self, block, rows) -> tuple:
-        """(row, its first vector, whether the row is there) of this thread."""
-        block, thread = Uint32(block), cute.arch.thread_idx()[0]
-        if self.rows > 1:
-            row = Int64(block * self.rows + Uint32(thread) // self.lanes)
-            return row, thread % self.lanes, row < Int64(rows)
-        if self.pieces == 1:
-            return Int64(block), thread, True
-        row = block // self.pieces
-        return Int64(row), Int32(block - row * self.pieces) * (self.lanes * self.each) + thread, True
-
     def mine(self, first, there) -> list:
         """(bytes behind the thread's first vector, whether it is there) of each of its vectors."""
-        exact = self.pieces * self.each * self.lanes == self.vectors
-        return [
-            (u * self.lanes * self.access, there if exact else both(there, first + u * self.lanes < self.vectors))
-            for u in range(self.each)
-        ]
+        return [(step * self.access, ok) for step, ok in self.steps(first, there)]
 
     def place_of(self, base, row, stride, first):
         """The address of vector ``first`` of a row; ``stride`` in elements."""

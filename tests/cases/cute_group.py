@@ -142,33 +142,16 @@ def run(case: Case, launch, device: str = "cpu", seed: int = 0) -> None:
 
 def simulated(case: Case) -> None:
     """The device code, thread by thread, over outputs and workspace that hold what no kernel means."""
-    from layerplan.kernels.common import quantized
     from layerplan.kernels.moe import cute
 
-    from . import simt_ptx
-
-    made, arch, addresses = region(case), ARCHS["sm_90"], quantized.addresses
-
-    def poisoned(tensors) -> list[int]:
-        simt_ptx.allow(*tensors)
-        for t in tensors:
-            if t is not None:
-                t.fill_(float("nan") if t.is_floating_point() else 0x5A5A5A5A)
-        return addresses(tensors)
-
+    made, arch = region(case), ARCHS["sm_90"]
     launch = BY_ID["moe/cute"].load().build(BuildContext(made, arch, offered(case, made, arch), compiled)).launch
-
-    def call(*t):
-        simt_ptx.forget()
-        simt_ptx.allow(*t)
-        return launch(*t)
-
     one, some = (cute._ONE_BLOCK, cute._BLOCK_SLOTS) if case.few is None else (0, case.few)
     with (
-        mock.patch.object(quantized, "addresses", poisoned),
+        own_cases.guarded_memory(poisoned=True) as guarded,
         mock.patch.multiple(cute, _ONE_BLOCK=one, _BLOCK_SLOTS=some),
     ):
-        run(case, call)
+        run(case, guarded(launch))
 
 
 def contexts(arch: Arch) -> Iterator[tuple[str, BuildContext]]:

@@ -251,25 +251,11 @@ def run(case: Case, launch, device: str = "cpu", seed: int = 0) -> None:
 
 def simulated(case: Case) -> None:
     """The device code, thread by thread. Outputs are NaN before, and rows behind the last group after it as well."""
-    from layerplan.kernels.common import quantized
-
-    from . import simt_ptx
-
-    made, arch, addresses = region(case), ARCHS["sm_90"], quantized.addresses
+    made, arch = region(case), ARCHS["sm_90"]
     ends: list[int] = []
-
-    def poisoned(tensors) -> list[int]:
-        simt_ptx.allow(*tensors)
-        for t in tensors:
-            if t is not None:
-                t.fill_(float("nan") if t.is_floating_point() else 0x5A5A5A5A)
-        return addresses(tensors)
-
     launch = BY_ID["moe/cute"].load().build(BuildContext(made, arch, offered(case, made, arch), compiled)).launch
 
-    def call(*t):
-        simt_ptx.forget()
-        simt_ptx.allow(*t)
+    def checked(*t):
         if "offsets" in made.graph.inputs:
             ends.append(int(t[made.graph.inputs.index("offsets")][-1]))
         results = launch(*t)
@@ -278,11 +264,8 @@ def simulated(case: Case) -> None:
                 assert result[ends[-1] :].isnan().all(), f"{case}: {port} is written behind the last group"
         return results
 
-    quantized.addresses = poisoned
-    try:
-        run(case, call)
-    finally:
-        quantized.addresses = addresses
+    with own_cases.guarded_memory(poisoned=True) as guarded:
+        run(case, guarded(checked))
 
 
 def contexts(arch: Arch) -> Iterator[tuple[str, BuildContext]]:

@@ -175,31 +175,14 @@ def same(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
 
 
 def simulated(case: Case) -> None:
-    from layerplan.kernels.common import quantized
-
-    from . import simt_ptx
-
-    arch, addresses = ARCHS[case.arch], quantized.addresses
-
-    def known(made):
-        simt_ptx.allow(*made)
-        return addresses(made)
+    arch = ARCHS[case.arch]
+    few = dataclasses.replace(arch, sms=2)
 
     def build(engine, region, offer):
-        launch = engine.build(BuildContext(region, dataclasses.replace(arch, sms=2), offer, compiled)).launch
+        return guarded(engine.build(BuildContext(region, few, offer, compiled)).launch)
 
-        def call(*t):
-            simt_ptx.forget()
-            simt_ptx.allow(*t)
-            return launch(*t)
-
-        return call
-
-    quantized.addresses = known
-    try:
+    with own_cases.guarded_memory() as guarded:
         run(case, build, arch)
-    finally:
-        quantized.addresses = addresses
 
 
 def contexts(arch: Arch) -> Iterator[tuple[str, BuildContext]]:

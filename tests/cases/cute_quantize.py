@@ -223,35 +223,18 @@ def run(case: Case, build: Build, device: str = "cpu", seed: int = 0) -> None:
 
 
 def simulated(case: Case) -> None:
-    from layerplan.kernels.common import quantized
+    from . import simt
 
-    from . import simt, simt_ptx
-
-    arch, addresses = ARCHS[case.arch], quantized.addresses
-
-    def known(made) -> list[int]:
-        simt_ptx.allow(*made)
-        return addresses(made)
+    arch = ARCHS[case.arch]
 
     def build(engine: str, made: Region, chosen: tuple) -> Callable:
-        launch = (
-            BY_ID[engine].load().build(BuildContext(made, arch, offered(engine, made, arch, chosen), compiled)).launch
-        )
+        context = BuildContext(made, arch, offered(engine, made, arch, chosen), compiled)
+        return guarded(BY_ID[engine].load().build(context).launch)
 
-        def call(*t):
-            simt_ptx.forget()
-            simt_ptx.allow(*t)
-            return launch(*t)
-
-        return call
-
-    quantized.addresses = known
     simt.conflicts.clear()
-    try:
+    with own_cases.guarded_memory() as guarded:
         run(case, build)
         assert not simt.conflicts, f"{len(simt.conflicts)} accesses meet in a bank: {simt.conflicts[0]}"
-    finally:
-        quantized.addresses = addresses
 
 
 def contexts(arch: Arch) -> Iterator[tuple[str, BuildContext]]:

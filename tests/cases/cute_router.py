@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from unittest import mock
 
 import torch
 
@@ -222,27 +221,10 @@ def run(case: Case, launch, device: str = "cpu", seed: int = 0) -> None:
 
 def simulated(case: Case) -> None:
     """The device code, thread by thread, over outputs of NaN."""
-    from layerplan.kernels.common import quantized
-
-    from . import simt_ptx
-
-    made, arch, addresses = region(case), ARCHS["sm_90"], quantized.addresses
-
-    def poisoned(tensors) -> list[int]:
-        simt_ptx.allow(*tensors)
-        for t in tensors:
-            t.fill_(float("nan") if t.is_floating_point() else 0x5A5A5A5A)
-        return addresses(tensors)
-
+    made, arch = region(case), ARCHS["sm_90"]
     launch = BY_ID["moe/cute"].load().build(BuildContext(made, arch, offered(case, made, arch), compiled)).launch
-
-    def call(*t):
-        simt_ptx.forget()
-        simt_ptx.allow(*t)
-        return launch(*t)
-
-    with mock.patch.object(quantized, "addresses", poisoned):
-        run(case, call)
+    with own_cases.guarded_memory(poisoned=True) as guarded:
+        run(case, guarded(launch))
 
 
 def contexts(arch: Arch) -> Iterator[tuple[str, BuildContext]]:

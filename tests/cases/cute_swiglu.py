@@ -113,28 +113,10 @@ def run(case: Case, launch, device: str = "cpu", seed: int = 0) -> None:
 
 
 def simulated(case: Case) -> None:
-    from layerplan.kernels.common import quantized
-
-    from . import simt_ptx
-
-    made, arch, addresses = region(case), ARCHS["sm_90"], quantized.addresses
-
-    def known(tensors) -> list[int]:
-        simt_ptx.allow(*tensors)
-        return addresses(tensors)
-
+    made, arch = region(case), ARCHS["sm_90"]
     launch = BY_ID["activation/cute"].load().build(BuildContext(made, arch, offered(case, made, arch), compiled)).launch
-
-    def call(*t):
-        simt_ptx.forget()
-        simt_ptx.allow(*t)
-        return launch(*t)
-
-    quantized.addresses = known
-    try:
-        run(case, call)
-    finally:
-        quantized.addresses = addresses
+    with own_cases.guarded_memory() as guarded:
+        run(case, guarded(launch))
 
 
 def contexts(arch: Arch) -> Iterator[tuple[str, BuildContext]]:

@@ -3,10 +3,12 @@ them ahead, so that a GPU's time goes into running them."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from layerplan.integration.engines.arch import Arch
 from layerplan.integration.engines.contract import BuildContext
@@ -36,3 +38,33 @@ def main(cases: Callable[[], Sequence[Any]], simulated: Callable[[Any], None], c
         except Exception as error:
             raise AssertionError(str(case)) from error
     print(f"{len(chosen)} cases {outcome}")
+
+
+@contextlib.contextmanager
+def guarded_memory(poisoned: bool = False) -> Iterator[Callable[[Callable], Callable]]:
+    """Within it device code that runs thread by thread may access the arguments of its launch and the tensors that the
+    host makes for it, and no other memory. Gives the function that wraps a launch for this. ``poisoned``: those tensors
+    hold at first what no kernel means."""
+    from layerplan.kernels.common import quantized
+
+    from . import simt_ptx
+
+    addresses = quantized.addresses
+
+    def known(tensors) -> list[int]:
+        simt_ptx.allow(*tensors)
+        for t in tensors if poisoned else ():
+            if t is not None:
+                t.fill_(float("nan") if t.is_floating_point() else 0x5A5A5A5A)
+        return addresses(tensors)
+
+    def guarded(launch: Callable) -> Callable:
+        def call(*given):
+            simt_ptx.forget()
+            simt_ptx.allow(*given)
+            return launch(*given)
+
+        return call
+
+    with mock.patch.object(quantized, "addresses", known):
+        yield guarded

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+
+from tests import oracle
 
 Results = tuple[torch.Tensor, ...]
 WARM_UPS = 3  # plans, compiled kernels and library handles exist before the capture
@@ -35,3 +37,19 @@ def new_data(*tensors: torch.Tensor) -> None:
     with torch.no_grad():
         for t in tensors:
             t.copy_(torch.randn_like(t))
+
+
+def replays_and_waits_for_no_host(step: Callable[[], Results], given: Sequence[torch.Tensor], what: str) -> None:
+    """A captured ``step`` gives on new data, which goes into the floating-point tensors of ``given``, bit for bit what it
+    gives eagerly, and launching it never waits for the device."""
+    replay = captured(step)
+    for _ in range(2):
+        new_data(*(t for t in given if t.is_floating_point()))
+        for i, (a, b) in enumerate(zip(replay(), step(), strict=True)):
+            oracle.equal(a, b, f"{what}: result {i}")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -18,7 +18,7 @@ from tests import oracle
 from tests.cases import cute_group, cute_router
 from tests.cases import cute_moe as cases
 from tests.cases.cute_moe import KINDS, Case, knobs
-from tests.gpu.capture import captured, new_data
+from tests.gpu.capture import captured, replays_and_waits_for_no_host
 from tests.gpu.memory import need
 
 pytestmark = pytest.mark.skipif(not locate("tvm_ffi").here, reason="needs apache-tvm-ffi")
@@ -256,17 +256,7 @@ def test_a_captured_launch_replays_on_new_data_and_waits_for_no_host(name):
     def step():
         return results(launch(*tensors))
 
-    replay = captured(step)
-    for _ in range(2):
-        new_data(*(t for t in tensors if t.is_floating_point()))
-        for i, (a, b) in enumerate(zip(replay(), step(), strict=True)):
-            oracle.equal(a, b, f"{name}: result {i}")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    replays_and_waits_for_no_host(step, tensors, name)
 
 
 @pytest.mark.parametrize("align", [1, 16])

@@ -16,7 +16,7 @@ from layerplan.kernels.rope import cute as rope_engine
 from tests import oracle
 from tests.cases import cute_rope
 from tests.cases.cute_rope import Case, knobs
-from tests.gpu.capture import captured, new_data
+from tests.gpu.capture import replays_and_waits_for_no_host
 from tests.gpu.memory import need
 
 pytestmark = pytest.mark.skipif(not locate("tvm_ffi").here, reason="needs apache-tvm-ffi")
@@ -159,17 +159,7 @@ def test_a_captured_launch_replays_on_new_data_and_waits_for_no_host(form):
         out = launch(*given)
         return out if isinstance(out, tuple) else (out,)
 
-    replay = captured(step)
-    for _ in range(2):
-        new_data(*(t for t in given if t.is_floating_point()))
-        for i, (a, b) in enumerate(zip(replay(), step(), strict=True)):
-            oracle.equal(a, b, f"{form}: result {i}")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    replays_and_waits_for_no_host(step, given, form)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

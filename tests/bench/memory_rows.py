@@ -435,12 +435,11 @@ def _head_inputs(region: Region):
 def _head_knobs(case: cute_rope.Case) -> Iterator[Knobs]:
     share = case.queries // case.keys if case.keys else case.queries
     rounds = [r for r in range(1, 9) if share % r == 0][-4:]
-    for threads, r, total in itertools.product((64, 128, 256), rounds, (512, 768, 1024, 1280)):
+    for threads, r, total in itertools.product((64, 128), rounds[-3:], (768, 1024)):
         yield _items(threads=threads, rounds=r, ahead=False, resident=total // threads, streaming=True)
-    for threads, r, total in itertools.product((64, 128), rounds[-2:], (256, 384, 512)):
-        yield _items(threads=threads, rounds=r, ahead=True, resident=total // threads, streaming=True)
-    for r in rounds[-2:]:
-        yield _items(threads=128, rounds=r, ahead=False, resident=4, streaming=False)
+    yield _items(threads=256, rounds=rounds[-2:][0], ahead=False, resident=4, streaming=True)
+    yield _items(threads=128, rounds=rounds[-2:][0], ahead=True, resident=4, streaming=True)
+    yield _items(threads=128, rounds=rounds[-2:][0], ahead=False, resident=8, streaming=False)
 
 
 # ---- rows by expert and back ----------------------------------------------------------------------------------------

@@ -34,13 +34,14 @@ PACKAGES: dict[str, str | None] = {
     "cuda-bindings": "cuda.bindings", "typer": "typer", "rich": "rich", "megatron-core": "megatron.core", "omegaconf": "omegaconf",
     "tokenizers": "tokenizers", "tensorboard": "tensorboard", "matplotlib": "matplotlib", "psutil": "psutil", "nvidia-cudnn-frontend": "cudnn",
     "quack-kernels": "quack", "flash-attn-4": "flash_attn.cute", "flash-attn": "flash_attn", "transformer-engine": "transformer_engine",
-    "apex": "apex",
+    "deep-gemm": "deep_gemm", "apex": "apex",
 }  # fmt: skip
 # packages that layerplan runs without: what each is for, and the extra that brings it
 OPTIONAL: dict[str, tuple[str, str | None]] = {
     "triton": ("kernels that Inductor generates", None), "megatron-core": ("Megatron models and the trainer", "megatron"),
     **dict.fromkeys(("omegaconf", "tokenizers", "tensorboard", "matplotlib", "psutil"), ("the trainer", "train")),
     **dict.fromkeys(("quack-kernels", "flash-attn-4"), ("faster kernels", "peers")),
+    "deep-gemm": ("products of experts whose groups are aligned to 128 rows", None),
     "nvidia-cudnn-frontend": ("comparisons: no engine needs it", "peers"),
     "transformer-engine": ("plan.layers=transformer_engine, and comparisons with it", "te"),
     "flash-attn": ("Transformer Engine, which takes it where it is there", None),
@@ -179,7 +180,7 @@ def _packages(versions: dict[str, str], problems: list[str]) -> dict[str, dict[s
         elif place.here and version is None:
             remark = "no metadata: a checkout or a copy, of unknown version"
         elif place.here and version.partition("+")[0] != KNOWN_VERSIONS.get(name, version.partition("+")[0]):
-            remark = f"its engines call internal functions of {KNOWN_VERSIONS[name]} and decline every other version"
+            remark = f"its engines know the functions of {KNOWN_VERSIONS[name]} and decline every other version"
         if remark and not place.here:
             problems.append(remark)
         if name in OPTIONAL and version is None and remark is None:

@@ -430,16 +430,17 @@ def unpermute(rows: Tensor, permuted: Permuted, probs: Tensor | None = None, *, 
     return runner(rows, permuted.row_map, permuted.counts, permuted.offsets, *weights)
 
 
-def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, *, engine: str | None = None,
+def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, *, align: int = 1, engine: str | None = None,
                    policy: Policy | str | None = None) -> Tensor:  # fmt: skip
     """``x[rows of group i] @ w[i].T`` for each i: x [t, k], w [e, n, k] of one dtype, ``offsets`` int32 [e] -> [t, n].
 
     Group i is the rows offsets[i - 1] .. offsets[i] - 1 (from 0 for i = 0); it may be empty. Rows from offsets[-1] on
     are not read: what the result and the gradient of x hold there is left open. Gradients of the weights of empty
-    groups are exactly zero.
+    groups are exactly zero. ``align``: each of the offsets is a multiple of it, as those of ``permute(..., align=...)``
+    are; some engines take such groups alone.
     """
     inputs = (("x", "t k!", x), ("weight", "e! n! k!", w), ("offsets", "e!", offsets))
-    return _call("grouped_matmul", (), inputs, engine, policy, _Y)
+    return _call("grouped_matmul", (("align", align),), inputs, engine, policy, _Y)
 
 
 def router(logits: Tensor, *, topk: int, score_function: str = "softmax", pre_softmax: bool = False,

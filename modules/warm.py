@@ -28,7 +28,7 @@ def warm(model: torch.nn.Module, shapes: Mapping[str, Any] | Sequence[Mapping[st
     ``shapes``: one call of ``model`` or several, each a mapping from names of its arguments to ``(sizes, dtype)``, such
     as ``{"x": ((8192, 4096), torch.bfloat16)}``; other values are passed as they are. Other sizes of one shape class
     (token counts between two powers of two) need no call of their own. In training mode with grad mode on, backward is
-    made ready too, but for a forward that the model runs again inside of its backward (full recomputation): its plans
+    made ready too, with and without a gradient of the floating-point arguments, but for a forward that the model runs again inside of its backward (full recomputation): its plans
     are made there. What is ready holds for the mode, the policy and the parameters' dtypes that are in force now.
 
     The model's Python code runs on tensors without contents: what depends on its inputs is not computed, and no
@@ -50,6 +50,12 @@ def warm(model: torch.nn.Module, shapes: Mapping[str, Any] | Sequence[Mapping[st
         for call in calls:
             arguments = {name: _stand_in(name, value, device, fake) for name, value in call.items()}
             torch.func.functional_call(model, buffers, (), arguments)
+            # plans differ by what needs a gradient: the first layers' input does not, a later pipeline stage's does
+            numbers = [t for t in arguments.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            if numbers and model.training and torch.is_grad_enabled():
+                with fake:
+                    needing = {n: torch.empty_like(t, requires_grad=True) if any(t is x for x in numbers) else t for n, t in arguments.items()}
+                torch.func.functional_call(model, buffers, (), needing)
     regions = {
         (r.region.key(), r.engine, r.offer.knobs, arch): r
         for stand in stands for _, arch, r in stand.runner.regions() if r.engine != "runner"

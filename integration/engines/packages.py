@@ -56,10 +56,12 @@ EXTRAS = {"megatron": ("megatron.core",), "train": ("tokenizers", "tensorboard",
 # module that an engine imports -> (what brings it, as an installer knows it; the extra of layerplan that asks for it)
 _BROUGHT_BY = {"quack": ("quack-kernels", "peers"), "flash_attn.cute.cache_utils": ("flash-attn-4", "peers"),
                "transformer_engine": ("transformer-engine", "te"), "cutlass": ("nvidia-cutlass-dsl", ""),
-               "tvm_ffi": ("apache-tvm-ffi", "")}  # fmt: skip
-KNOWN_VERSIONS = {"quack-kernels": "0.6.5", "flash-attn-4": "4.0.0b36"}
-"""Packages whose kernels are compiled and launched by internal functions, with the version that these are known in: another may
-order their arguments differently, so the engines decline it."""
+               "tvm_ffi": ("apache-tvm-ffi", ""), "deep_gemm": ("deep-gemm", "")}  # fmt: skip
+KNOWN_VERSIONS = {"quack-kernels": "0.6.5", "flash-attn-4": "4.0.0b36", "deep-gemm": "2.6.1"}
+"""Packages whose functions change from one version to the next, internal ones most of all, with the version that they are known in:
+another may take other arguments, or in another order, so the engines decline it."""
+SOURCES = {"deep-gemm": "--no-build-isolation git+https://github.com/deepseek-ai/DeepGEMM@54e2261"}
+"""What pip takes where a package's known version is on no index."""
 
 
 def distribution(module: str) -> str:
@@ -96,7 +98,7 @@ def remedy_for(module: str) -> str | None:
 def install_hint(module: str) -> str:
     """What installs a package that an engine needs."""
     name, extra = _BROUGHT_BY.get(module, (module, ""))
-    return install_command(extra) if extra else f"pip install {name}"
+    return install_command(extra) if extra else f"pip install {SOURCES.get(name, name)}"
 
 
 @functools.cache
@@ -126,7 +128,7 @@ def _unknown_version(module: str) -> str | None:
     if known is None or (version is not None and version.partition("+")[0] == known):
         return None
     there = f"{version} is installed" if version else "what is installed has no metadata that says its version"
-    return f"needs {name} {known}, whose internal functions it calls; {there}: {install_hint(module)}"
+    return f"needs {name} {known}, the version whose functions it knows; {there}: {install_hint(module)}"
 
 
 @functools.cache

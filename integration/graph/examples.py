@@ -85,9 +85,11 @@ def _experts(a: Asked) -> torch.Tensor:
 
 
 def _row_counts(a: Asked, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows of each expert, as even as they can be; where its group ends, with padding). Where nothing maps tokens, of what rows there are."""
+    """(rows of each expert, as even as they can be; where its group ends, with padding). Where nothing maps tokens, of
+    what rows there are, less those that padding may take."""
     row_map, align = a.of("row_map"), a.node.attributes.get("align", 1)
-    rows = (a.of("x") or a.of("dy") or (0,))[0] if row_map is None else math.prod(row_map)
+    room = (a.of("x") or a.of("dy") or (0,))[0] - experts * (align - 1)
+    rows = max(room, 0) if row_map is None else math.prod(row_map)
     first = torch.arange(experts, device=a.generator.device)
     counts = (rows - first + experts - 1).clamp(min=0) // experts
     return counts, ((counts + align - 1) // align * align).cumsum(0)

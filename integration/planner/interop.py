@@ -78,9 +78,10 @@ def _linear(name: str, *, n: int = 14336, k: int = 4096, dtype: str = "bfloat16"
     return Case(name, "linear", inputs | ({"bias": ((n,), dtype)} if bias else {}), accumulate=accumulate)
 
 
-def _grouped(name: str, *, experts: int = 64, n: int = 2816, k: int = 2048, dtype: str = "bfloat16", accumulate: bool = False) -> Case:
+def _grouped(name: str, *, experts: int = 64, n: int = 2816, k: int = 2048, dtype: str = "bfloat16", align: int = 128,
+             accumulate: bool = False) -> Case:  # fmt: skip
     inputs = {"x": ((98304, k), dtype), "weight": ((experts, n, k), dtype), "offsets": ((experts,), "int32")}
-    return Case(name, "grouped_matmul", inputs, accumulate=accumulate)
+    return Case(name, "grouped_matmul", inputs, {"align": align}, accumulate=accumulate)
 
 
 def _rope(name: str, *, d: int = 128, turned: int | None = None, dtype: str = "bfloat16",
@@ -118,10 +119,11 @@ FAMILIES: dict[str, tuple[tuple[str, ...], tuple[Case, ...]]] = {
         ),
     ),
     "grouped matmul": (
-        ("grouped_matmul/torch", "grouped_matmul/quack"),
+        ("grouped_matmul/torch", "grouped_matmul/quack", "grouped_matmul/deep_gemm"),
         (
             *(_grouped(d, dtype=d) for d in ("bfloat16", "float16", "float32")), _grouped("added to a float32 main_grad", accumulate=True),
-            _grouped("2048 experts", experts=2048), _grouped("widths that 8 does not divide", n=1001, k=1003),
+            _grouped("groups of any size", align=1), _grouped("2048 experts", experts=2048),
+            _grouped("widths that 8 does not divide", n=1001, k=1003),
         ),
     ),
     "norm": (

@@ -516,14 +516,19 @@ class _Check:
 
 
 def _ends_of_rows(region: Region) -> list[int | None]:
-    """For each output the input that holds the ends of the groups of its rows, where rows behind them are left open."""
-    table, found = op_table(), []
-    for value in region.graph.outputs:
-        node = next(n for n in region.nodes if any(v == value for _, v in n.outputs))
-        port = next(p for p, v in node.outputs if v == value)
-        ends = node.input("offsets") if port in table[node.op].open_rows else None
-        found.append(region.graph.inputs.index(ends) if ends in region.graph.inputs else None)
-    return found
+    """For each output the input that holds the ends of the groups of its rows, where rows behind them are left open: by
+    the op that makes them, or by one before it in the region, whose open rows are rows of this value too."""
+    table, specs, ends = op_table(), region.graph.specs, {}
+    for node in region.nodes:
+        rows = {specs[v].shape[0]: ends[v] for _, v in node.inputs if v in ends}
+        for port, value in node.outputs:
+            lead = specs[value].shape[:1]
+            if port in table[node.op].open_rows:
+                ends[value] = node.input("offsets")
+            elif node.input("offsets") is None and lead and lead[0] in rows:
+                ends[value] = rows[lead[0]]
+    places = region.graph.inputs
+    return [places.index(at) if (at := ends.get(v)) in places else None for v in region.graph.outputs]
 
 
 def _sum_error(region: Region) -> float:

@@ -72,11 +72,10 @@ class CuteSwigluQuantize(Engine):
         if gate.output("y") in region.graph.outputs:
             return Decline("others read the result of the swiglu, which is not stored")
         reason = _reason(region.graph, gate) or quantized.knob_reason(knobs, _quantize_knobs(region))
-        return (
-            Decline(reason)
-            if reason is not None
-            else Offer(efficiency=0.72, host_us=14, knobs=knobs, ahead_of_time=True)
-        )
+        if reason is not None:
+            return Decline(reason)
+        both = region.nodes[1].output("data_t") in region.graph.outputs
+        return Offer(efficiency=0.73 if both else 0.8, host_us=14, knobs=knobs, ahead_of_time=True)  # H200
 
     def kernels(self, region: Region, arch: Arch, offer: Offer) -> tuple[Kernel, ...]:
         gate, quantize = region.nodes
@@ -99,7 +98,7 @@ def _knobs(region: Region) -> dict[str, tuple[Any, ...]]:
     if "drow_weight" in region.wanted:
         return {}
     large = region.graph.specs[region.graph.outputs[0]].nbytes() >= _STREAMED
-    return {"threads": _THREADS, "vectors": _VECTORS, "keep": (False, True), "streaming": (large, not large)}
+    return {"threads": _THREADS, "vectors": _VECTORS, "keep": (True, False), "streaming": (large, not large)}
 
 
 def _quantize_knobs(region: Region) -> dict[str, tuple[Any, ...]]:

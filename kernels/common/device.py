@@ -201,6 +201,13 @@ def reciprocal(a):
     return _ptx("rcp.approx.ftz.f32 {0}, {1}", a)
 
 
+def select(ok, a, b):
+    """``a`` where ``ok``, else ``b``, of their type. ``cutlass.select_`` forgets it: what it makes of Uint32 compares as
+    a signed number."""
+    kind = type(b) if isinstance(a, (int, float)) else type(a)
+    return kind(cutlass.select_(ok, a, b))
+
+
 def mean(total, count: int):
     """total / count in float32, correctly rounded for a result of 2^-126 or more and a count below 2^20.
 
@@ -212,7 +219,7 @@ def mean(total, count: int):
     if count & (count - 1) == 0:
         return q
     left = fma(q, -float(count), total)
-    return cutlass.select_(left == left, fma(left, inverse, q), q)
+    return select(left == left, fma(left, inverse, q), q)
 
 
 def absolute(a):

@@ -53,8 +53,8 @@ def _cast_by_integers(value, dtype: str):
     normal = (carried >> Uint32(drop)) - Uint32((126 + least) << mantissa)
     magic = 2.0 ** (23 - mantissa + least)
     tiny = bits_of(d.add(float_of(top), magic)) - bits_of(Float32(magic))
-    byte = cutlass.select_(top < Uint32((127 + least) << 23), tiny, normal) | ((bits >> Uint32(24)) & Uint32(0x80))
-    return cutlass.select_(size > Uint32(0x7F800000), Uint32(_NAN), byte)
+    byte = d.select(top < Uint32((127 + least) << 23), tiny, normal) | ((bits >> Uint32(24)) & Uint32(0x80))
+    return d.select(size > Uint32(0x7F800000), Uint32(_NAN), byte)
 
 
 def floats(word, dtype: str, arch: str) -> list:
@@ -80,7 +80,7 @@ def floats(word, dtype: str, arch: str) -> list:
         value = inline_ptx(code, write_only_types=[Float32], read_only_args=[half])
         if dtype != "float8_e5m2":
             nan = (byte & Uint32(0x7F)) == Uint32(0x7F)
-            value = cutlass.select_(nan, Float32(float("nan")), d.mul(value, 256.0))
+            value = d.select(nan, Float32(float("nan")), d.mul(value, 256.0))
         result.append(value)
     return result
 
@@ -93,6 +93,21 @@ def larger(a, b):
     return inline_ptx(
         "max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[Float32(a), Float32(b)]
     )
+
+
+def block_amax(packed, words: list, lanes: int):
+    """The largest magnitude of a block that so many lanes beside each other share, a power of two, each with as many
+    ``words`` of values (``words.Packed``), as a float32 number. NaNs are left out; it is NaN where all are."""
+    sizes = packed.magnitudes(words)
+    while len(sizes) > 1:
+        sizes = [packed.largest(a, b) for a, b in zip(sizes[::2], sizes[1::2], strict=True)]
+    (size,) = sizes
+    offset = lanes // 2
+    while offset:
+        size = packed.largest(size, cute.arch.shuffle_sync_bfly(size, offset=offset))
+        offset //= 2
+    parts = packed.floats([size])
+    return parts[0] if len(parts) == 1 else larger(*parts)
 
 
 def _smaller(a, b):
@@ -130,10 +145,10 @@ def block_scale(amax, dtype: str, power_of_two: bool):
     if power_of_two:
         e = _exponent(amax, dtype)
         scale = _power(Int32(254) - e)
-        inverse = float_of(Uint32(cutlass.select_(e == Int32(0), Int32(0x00400000), e << Int32(23))))
+        inverse = float_of(Uint32(d.select(e == Int32(0), Int32(0x00400000), e << Int32(23))))
     else:
         scale, inverse = _quotients(larger(amax, _MAX[dtype] * 2.0**-127), dtype)
-    return cutlass.select_(none, Float32(1.0), scale), cutlass.select_(none, Float32(1.0), inverse)
+    return d.select(none, Float32(1.0), scale), d.select(none, Float32(1.0), inverse)
 
 
 def _quotients(amax, dtype: str):
@@ -153,20 +168,20 @@ def _quotients(amax, dtype: str):
     r = d.reciprocal(q)
     r = d.fma(d.fma(minus, r, 1.0), r, r)
     v = d.fma(d.fma(minus, r, 1.0), r, r)
-    v = cutlass.select_(bits_of(q) == Uint32(0x3F7FFFFF), float_of(Uint32(0x3F800001)), v)
+    v = d.select(bits_of(q) == Uint32(0x3F7FFFFF), float_of(Uint32(0x3F800001)), v)
     normal = bits_of(v) - power
     # below 2^-126 a bit less: that of v is the middle of two numbers, and the remainder says on which side 1 / q lies
-    more = cutlass.select_(d.fma(minus, v, 1.0) > Float32(0.0), Uint32(1), Uint32(0))
+    more = d.select(d.fma(minus, v, 1.0) > Float32(0.0), Uint32(1), Uint32(0))
     tiny = (((bits_of(v) & Uint32(0x007FFFFF)) | Uint32(0x00800000)) + more) >> Uint32(1)
-    inverse = cutlass.select_(Int32(normal) < Int32(0x00800000), tiny, normal)
+    inverse = d.select(Int32(normal) < Int32(0x00800000), tiny, normal)
     return float_of(bits_of(q) + power), float_of(inverse)
 
 
 def mx_value(byte):
     """The float32 number 2^(byte - 127) of a float8_e8m0fnu, NaN for 255."""
     e = Int32(byte)
-    bits = cutlass.select_(e == Int32(0), Int32(0x00400000), e << Int32(23))
-    return float_of(Uint32(cutlass.select_(e == Int32(255), Int32(0x7FC00000), bits)))
+    bits = d.select(e == Int32(0), Int32(0x00400000), e << Int32(23))
+    return float_of(Uint32(d.select(e == Int32(255), Int32(0x7FC00000), bits)))
 
 
 def raise_amax(top, amax) -> None:

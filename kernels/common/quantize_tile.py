@@ -27,7 +27,6 @@ import copy
 import dataclasses
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
@@ -41,10 +40,6 @@ SIDE = 128  # of a tile
 _EDGE = 8  # values that are fetched together, and rows that a thread fetches
 _PIECE = 16  # values of a line that a thread has together; it has two such pieces of each of two lines
 _APART = SIDE // 2  # the pieces
-
-
-def select(ok, a, b):
-    return cutlass.select_(ok, a, b)
 
 
 def _all(*oks):
@@ -289,7 +284,7 @@ class QuantizeTile:
 
     def _own(self, one, two):
         """The first of two for lanes of even number, the second for the others."""
-        return select(self.quarter % 2 == 0, one, two)
+        return d.select(self.quarter % 2 == 0, one, two)
 
     def _both(self, own) -> list:
         """What lanes of even and of odd number have."""
@@ -356,7 +351,7 @@ class QuantizeTile:
         for far in (0, _APART):
             first = far // _APART * 4
             if size == 1:
-                left = select(there, length - (place + far), Int32(0))
+                left = d.select(there, length - (place + far), Int32(0))
                 for k in range(4):
                     w.write_bytes(at + far + 4 * k, words[first + k], left - 4 * k)
                 continue

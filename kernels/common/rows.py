@@ -44,6 +44,11 @@ def rows(x: torch.Tensor, width: int, step: int) -> torch.Tensor:
     return x
 
 
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """``x`` row-major at an address that is a multiple of 16 bytes: itself or a copy."""
+    return x if x.is_contiguous() and not x.data_ptr() % 16 else x.clone(memory_format=torch.contiguous_format)
+
+
 def vector(x: torch.Tensor, step: int) -> torch.Tensor:
     """``x`` [n] with stride 1 and the alignment of ``step`` elements; a copy where it has not."""
     if x.stride(0) != 1 or x.data_ptr() % min(16, step * x.itemsize):

@@ -45,13 +45,14 @@ def product_reason(graph: Graph, node: Node) -> str | None:
 
 
 def compile_product(arch: Arch, dtype: str, out: str, *, a_major: str, b_kn: bool, add: bool = False, bias: str | None = None,
-                    ragged: str | None = None):  # fmt: skip
+                    ragged: str | None = None, gather: bool = False):  # fmt: skip
     """``launch(a, b, d, bias)``: d [m, n] = a [m, k] @ b, plus d itself where ``add``, plus bias [1, n]. b is [n, k],
     or [k, n] where ``b_kn``; a's contiguous dim is ``a_major``. The tiles are the package's default for the arch;
     static schedule, no split of k.
 
-    ``ragged``: one product for each group of rows, ``launch(a, b, d, ends)`` with the groups' ends [e + 1] int32 from 0 on. Along m: b
-    is [e, n, k], whose n is contiguous where ``b_kn``. Along k: b is [n, k] with n contiguous, d [e, m, n]."""
+    ``ragged``: one product for each group of rows, ``launch(a, b, d, ends)`` with the groups' ends [e + 1] int32 from 0
+    on. Along m: b is [e, n, k], whose n is contiguous where ``b_kn``; with ``gather`` row r of d is of row index[r] of
+    a, ``launch(a, b, d, ends, index)`` with int32 [rows of d]. Along k: b is [n, k] with n contiguous, d [e, m, n]."""
     from quack.cute_dsl_utils import get_max_active_clusters
     from quack.gemm import _compile_gemm
     from quack.gemm_config import _default_config_for_cap
@@ -84,7 +85,7 @@ def compile_product(arch: Arch, dtype: str, out: str, *, a_major: str, b_kn: boo
         concat_layout=(),
         varlen_m=ragged == "m",
         varlen_k=ragged == "k",
-        gather_A=False,
+        gather_A=gather,
         use_tma_gather=False,
         has_batch_idx_permute=False,
         device_capacity=arch.capability,
@@ -101,6 +102,10 @@ def compile_product(arch: Arch, dtype: str, out: str, *, a_major: str, b_kn: boo
     # constants of the compiled kernel are passed as None
     arguments = GemmDefaultEpiMixin.EpilogueArguments
     constant = arguments(add_to_output=None, rounding_mode=None)
+    if gather:
+        return lambda a, b, d, ends, index: kernel(
+            a, b, d, None, constant, schedule, VarlenArguments(mCuSeqlensM=ends, mAIdx=index), None, None
+        )
     if ragged is not None:
         port = "mCuSeqlensM" if ragged == "m" else "mCuSeqlensK"
         return lambda a, b, d, ends: kernel(a, b, d, None, constant, schedule, VarlenArguments(**{port: ends}), None, None)

@@ -24,11 +24,8 @@ class QuackLinearSwiglu(QuackEngine):
     patterns = (("linear", "swiglu"), ("linear_dgrad", "swiglu_bwd"))
 
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
-        if (where := _cutlass_elsewhere()) is not None:
-            return Decline(
-                f"cutlass lies in {where}: quack-kernels tells its own code from an installed one's by a path with "
-                "site-packages, and cannot fingerprint an epilogue otherwise; install it there"
-            )
+        if (reason := fingerprint_reason()) is not None:
+            return Decline(reason)
         if region.ops not in self.patterns:
             return Decline(
                 "takes a linear with the swiglu that reads it, or a linear_dgrad with the swiglu_bwd that reads it"
@@ -72,12 +69,16 @@ class QuackLinearSwiglu(QuackEngine):
 
 
 @functools.cache
-def _cutlass_elsewhere() -> str | None:
-    """The folder of the package cutlass where that is not an installation's; None where it is, or is absent."""
+def fingerprint_reason() -> str | None:
+    """Why the package cannot name an epilogue in its cache, None where it can (or cutlass is absent)."""
     spec = importlib.util.find_spec("cutlass")
     folder = os.path.dirname(spec.origin) if spec is not None and spec.origin else None
-    inside = folder is None or any(f"{os.sep}{name}{os.sep}" in folder for name in ("site-packages", "dist-packages"))
-    return None if inside else folder
+    if folder is None or any(f"{os.sep}{name}{os.sep}" in folder for name in ("site-packages", "dist-packages")):
+        return None
+    return (
+        f"cutlass lies in {folder}: quack-kernels tells its own code from an installed one's by a path with "
+        "site-packages, and cannot fingerprint an epilogue otherwise; install it there"
+    )
 
 
 @functools.cache
@@ -94,10 +95,17 @@ def _backward_epilogue():
     return layerplan_dswiglu
 
 
-def _compile(epilogue, arch: Arch, a: torch.Tensor, b: torch.Tensor, tensors: dict[str, torch.Tensor], b_kn: bool,
-             concat: tuple[str, ...]):  # fmt: skip
-    """``launch(a, b, **tensors)``; the examples give dtypes, ranks and contiguous dims, every size is symbolic."""
+def compile_epilogue(epilogue, arch: Arch, a: torch.Tensor, b: torch.Tensor, tensors: dict[str, torch.Tensor], *,
+                     b_kn: bool, concat: tuple[str, ...] = (), ends: torch.Tensor | None = None,
+                     index: torch.Tensor | None = None, tile_n: int | None = None):  # fmt: skip
+    """``launch(a, b, **tensors)``; the examples give dtypes, ranks and contiguous dims, every size is symbolic. The
+    tiles are the package's default for the arch, ``tile_n`` columns wide where that is given.
+
+    With ``ends`` one product for each group of rows, ``launch(a, b, ends, index, **tensors)``: b [e, n, k] (or
+    [e, k, n] where ``b_kn``), ends [e + 1] int32 from 0 on; with ``index`` [rows] int32 row r of the product is of row
+    index[r] of a, else None is passed."""
     from quack.gemm_config import _default_config_for_cap
+    from quack.varlen_utils import VarlenArguments
 
     c = _default_config_for_cap(arch.capability[0])
     plan = epilogue.gemm(
@@ -106,22 +114,29 @@ def _compile(epilogue, arch: Arch, a: torch.Tensor, b: torch.Tensor, tensors: di
         None,
         epi_args=tensors,
         tile_M=c.tile_m,
-        tile_N=c.tile_n,
+        tile_N=tile_n or c.tile_n,
         tile_K=c.tile_k,
         cluster_M=c.cluster_m,
         cluster_N=c.cluster_n,
         pingpong=c.pingpong,
         is_dynamic_persistent=c.is_dynamic_persistent,
         max_swizzle_size=c.max_swizzle_size,
+        cu_seqlens_m=ends,
+        A_idx=index,
         b_kn=b_kn,
         concat_layout=concat,
         _launch=False,
     )
     kernel, arguments, schedule = plan.compiled_fn, plan.gemm_cls.EpilogueArguments, plan.scheduler_static
-    return lambda a, b, **given: kernel(a, b, None, None, arguments(**given), schedule, None, None, None)
+    if ends is None:
+        return lambda a, b, **given: kernel(a, b, None, None, arguments(**given), schedule, None, None, None)
+    return lambda a, b, ends, index, **given: kernel(
+        a, b, None, None, arguments(**given), schedule, VarlenArguments(mCuSeqlensM=ends, mAIdx=index), None, None
+    )
 
 
-def _examples(dtype: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+def examples(dtype: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Tensors that ``compile_epilogue`` looks at, on the device that it is for where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return [torch.empty(s, dtype=getattr(torch, dtype), device=device) for s in shapes]
 
@@ -130,9 +145,9 @@ def _forward(weight, arch: Arch):
     from quack.epilogue.library import linear_act_mod
 
     k, half = weight.shape[1], weight.shape[0] // 2
-    a, b, y = _examples(weight.dtype, (1, 16, 128), (1, 64, 128), (1, 16, 32))
+    a, b, y = examples(weight.dtype, (1, 16, 128), (1, 64, 128), (1, 16, 32))
     epilogue = linear_act_mod("swiglu", gated=True, has_c=False, has_rowvec=False, has_colvec=False)
-    product = _compile(epilogue, arch, a, b, {"mAuxOut": y}, b_kn=False, concat=("B",))
+    product = compile_epilogue(epilogue, arch, a, b, {"mAuxOut": y}, b_kn=False, concat=("B",))
 
     def launch(x, weight):
         y = x.new_empty(*x.shape[:-1], half)
@@ -145,9 +160,9 @@ def _forward(weight, arch: Arch):
 
 def _backward(weight, arch: Arch):
     n, half = weight.shape
-    a, b, tile = _examples(weight.dtype, (16, 128), (128, 64), (16, 64))
+    a, b, tile = examples(weight.dtype, (16, 128), (128, 64), (16, 64))
     tiles = dict.fromkeys(("gate", "up", "dgate", "dup"), tile)
-    product = _compile(_backward_epilogue(), arch, a, b, tiles, b_kn=True, concat=())
+    product = compile_epilogue(_backward_epilogue(), arch, a, b, tiles, b_kn=True)
 
     def launch(dy, weight, gate_up):
         dx = fresh(gate_up)

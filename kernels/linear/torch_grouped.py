@@ -9,6 +9,7 @@ import torch
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
 from ...integration.graph.ir import ITEMSIZE
+from ..common.rows import dense
 
 _MOST_GROUPS = 1023
 _EMPTY_GROUPS = ("sm_90", "cpu")
@@ -64,27 +65,22 @@ class TorchGroupedMatmul(Engine):
         return CompiledRegion(region.by_port(launch))
 
 
-def _ready(x: torch.Tensor) -> torch.Tensor:
-    """``x`` row-major and at an aligned address: itself or a copy."""
-    return x if x.is_contiguous() and not x.data_ptr() % _BYTES else x.clone(memory_format=torch.contiguous_format)
-
-
 def _product(x, weight, offsets):
     if not x.shape[0]:
         return x.new_empty(0, weight.shape[1])
-    return torch._grouped_mm(_ready(x), _ready(weight).transpose(1, 2), offs=offsets.contiguous())
+    return torch._grouped_mm(dense(x), dense(weight).transpose(1, 2), offs=offsets.contiguous())
 
 
 def _dgrad(dy, weight, offsets):
     if not dy.shape[0]:
         return dy.new_empty(0, weight.shape[2])
-    return torch._grouped_mm(_ready(dy), _ready(weight), offs=offsets.contiguous())
+    return torch._grouped_mm(dense(dy), dense(weight), offs=offsets.contiguous())
 
 
 def _wgrad(dy, x, offsets):
     if not dy.shape[0]:
         return dy.new_zeros(len(offsets), dy.shape[1], x.shape[1])
-    return torch._grouped_mm(_ready(dy).t(), _ready(x), offs=offsets.contiguous())
+    return torch._grouped_mm(dense(dy).t(), dense(x), offs=offsets.contiguous())
 
 
 def _wgrad_accumulate(dy, x, offsets, accumulate):

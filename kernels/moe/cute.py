@@ -12,14 +12,14 @@ import torch
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Kernel, Offer, Region
 from ...integration.graph.ir import ITEMSIZE
-from ...integration.graph.ops.moe import capacity
 from ..common import quantized
 from ..common.rows import dtype_reason, rows, vector
+from . import places
+from .places import whole
 
 _DEVICE = "layerplan.kernels.moe.sm80"
 _THREADS, _VECTORS = (128, 64, 256, 512), (1, 2, 4)  # of a block; of a thread
 _STREAMED = 32 << 20  # bytes of a result from which on its reader finds little of it in L2
-_MOST_SLOTS = 32
 _PICKED = 128  # threads of a block that gathers numbers alone
 _SORTS = ("group_by_expert", "tokens_per_expert")
 _ROUTES = ("router", "router_bwd")
@@ -121,8 +121,8 @@ def _move_reason(region: Region) -> str | None:
         return f"{other} is {region.spec(other).dtype} and others {x.dtype}: moves rows of one dtype"
     if x is not None and (reason := quantized.size_reason(x.shape[:1], x.shape[1], x)):
         return reason
-    if not (isinstance(slots, int) and 0 < slots <= _MOST_SLOTS):
-        return f"{slots} slots of a token: compiles for a number from 1 to {_MOST_SLOTS}"
+    if reason := places.slots_reason(slots):
+        return reason
     return "nothing reads the rows" if node.op == "permute" and "rows" not in region.wanted else None
 
 
@@ -241,13 +241,6 @@ def _dot_threads(x) -> int:
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-def _whole(t: torch.Tensor) -> torch.Tensor:
-    """``t`` [tokens, slots] contiguous, at an address that is a multiple of 16 bytes; a copy where it is not."""
-    if t.stride() != (t.shape[1], 1):
-        t = t.reshape(-1).view(t.shape)
-    return t.clone(memory_format=torch.contiguous_format) if t.data_ptr() % 16 else t
-
-
 def _step(region: Region) -> tuple[int, int]:
     """(width, elements of an access)."""
     x = _matrix(region)
@@ -259,24 +252,17 @@ def _results(region: Region, made: dict[str, torch.Tensor | None]) -> Any:
     return made[want[0]] if len(want) == 1 else tuple([made[p] for p in want])
 
 
-def _finder(region: Region) -> Callable[[tuple, str], torch.Tensor | None]:
+def _finder(region: Region) -> places.Find:
     """A function that finds a port's tensor among those that a launch is given, None where it is not connected."""
-    places = {p: i for i, (p, _) in enumerate(region.node.inputs)}
-    return lambda given, port: given[places[port]] if port in places else None
+    return places.finder({p: i for i, (p, _) in enumerate(region.node.inputs)})
 
 
 def _ends(region: Region) -> Callable[[tuple], tuple]:
-    """A function from a launch's tensors to counts and offsets, Nones where no padding has to be filled."""
-    if region.node.attr("align") == 1:
-        return lambda given: (None, None)
-    find = _finder(region)
-    return lambda given: (vector(find(given, "counts"), 1), vector(find(given, "offsets"), 1))
+    return places.ends(region.node.attr("align"), _finder(region))
 
 
 def _capacity(region: Region) -> Callable[[torch.Tensor], int]:
-    """A function from row_map to the number of rows."""
-    experts, align = region.spec("offsets").shape[0], region.node.attr("align")
-    return lambda row_map: capacity(*row_map.shape, experts, align)
+    return places.room(region.spec("offsets").shape[0], region.node.attr("align"))
 
 
 def _permute(region: Region, kernel):
@@ -289,7 +275,7 @@ def _permute(region: Region, kernel):
         made = {"rows": x.new_empty(total, width), "row_probs": probs.new_empty(total) if numbers else None}
         if x.shape[0]:
             targets = quantized.addresses((made["rows"], made["row_probs"]))
-            kernel(rows(x, width, step), _whole(row_map), *ends(given), _whole(probs) if numbers else None, *targets)
+            kernel(rows(x, width, step), whole(row_map), *ends(given), whole(probs) if numbers else None, *targets)
         return _results(region, made)
 
     return launch
@@ -304,8 +290,8 @@ def _unpermute(region: Region, kernel):
         if y.shape[0]:
             kernel(
                 rows(x, width, step),
-                _whole(row_map),
-                None if probs is None else _whole(probs),
+                whole(row_map),
+                None if probs is None else whole(probs),
                 None,
                 *quantized.addresses((y, None)),
             )
@@ -332,7 +318,7 @@ def _permute_bwd(region: Region, kernel):
         }
         if row_map.shape[0]:
             targets = quantized.addresses((made["dx"], made["dprobs"]))
-            kernel(rows(drows, width, step), _whole(row_map), None, vector(number, 1) if numbers else None, *targets)
+            kernel(rows(drows, width, step), whole(row_map), None, vector(number, 1) if numbers else None, *targets)
         return _results(region, made)
 
     return launch
@@ -343,7 +329,7 @@ def _picked(find: Callable, kernel):
         row_map, numbers = find(given, "row_map"), find(given, "drow_probs")
         made = numbers.new_empty(*row_map.shape)
         if row_map.shape[0]:
-            kernel(_whole(row_map), vector(numbers, 1), *quantized.addresses((made,)))
+            kernel(whole(row_map), vector(numbers, 1), *quantized.addresses((made,)))
         return made
 
     return launch
@@ -366,20 +352,20 @@ def _unpermute_bwd(region: Region, kernel):
             "dprobs": probs.new_empty(*row_map.shape) if dots else None,
         }
         if row_map.shape[0]:
-            places = (
+            front = (
                 rows(dy, width, step),
-                _whole(row_map),
+                whole(row_map),
                 *(ends(given) if spread else (None, None)),
-                None if probs is None else _whole(probs),
+                None if probs is None else whole(probs),
             )
             if dots:
                 kernel(
-                    *places,
+                    *front,
                     rows(find(given, "rows"), width, step),
                     *quantized.addresses((made["drows"], made["dprobs"])),
                 )
             else:
-                kernel(*places, *quantized.addresses((made["drows"], None)))
+                kernel(*front, *quantized.addresses((made["drows"], None)))
         return _results(region, made)
 
     return launch
@@ -465,7 +451,7 @@ def _router_bwd(region: Region, kernel):
         dprobs, logits, expert_map = (find(given, p) for p in ("dprobs", "logits", "expert_map"))
         made = logits.new_empty(*logits.shape)
         if logits.shape[0]:
-            kernel(_whole(dprobs), rows(logits, experts, 1), _whole(expert_map), *quantized.addresses((made,)))
+            kernel(whole(dprobs), rows(logits, experts, 1), whole(expert_map), *quantized.addresses((made,)))
         return made
 
     return launch

@@ -40,11 +40,11 @@ class CuteNorm(Engine):
     def _offer(self, region: Region, arch: Arch, knobs: config.Knobs) -> Offer:
         items = tuple(dataclasses.asdict(knobs).items())
         if not _backward(region):
-            return Offer(efficiency=0.83, host_us=12, knobs=items, ahead_of_time=True)
+            return Offer(efficiency=0.81, host_us=12, knobs=items, ahead_of_time=True)
         sums, width = _sums(region), region.spec("x").shape[-1]
         work = arch.sms * knobs.blocks * width * 4 * len(sums)
         return Offer(
-            efficiency=0.8, launches=1 + bool(sums), host_us=16, knobs=items, workspace_bytes=work, ahead_of_time=True
+            efficiency=0.83, launches=1 + bool(sums), host_us=16, knobs=items, workspace_bytes=work, ahead_of_time=True
         )
 
     def kernels(self, region: Region, arch: Arch, offer: Offer) -> tuple[Kernel, ...]:

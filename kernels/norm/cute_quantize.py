@@ -37,7 +37,7 @@ class CuteNormQuantize(Engine):
     def match(self, region: Region, arch: Arch) -> Offer | Decline:
         if (reason := _reason(region)) is not None:
             return Decline(reason)
-        return self._offer(region, QuantizeKnobs(**dataclasses.asdict(config.quantize_knobs(_rows(region)))))
+        return self._offer(region, _usual_knobs(region))
 
     def offer_with(self, region: Region, arch: Arch, knobs: tuple[tuple[str, object], ...]) -> Offer | Decline:
         if (reason := _reason(region)) is not None:
@@ -57,7 +57,7 @@ class CuteNormQuantize(Engine):
     def _offer(self, region: Region, knobs: QuantizeKnobs) -> Offer:
         items, both = tuple(dataclasses.asdict(knobs).items()), _transposed(region)
         return Offer(
-            efficiency=0.62 if both else 0.72,
+            efficiency=(0.64 if knobs.together else 0.58) if both else 0.79,
             launches=1 + both,  # one that clears the counters, where it is one kernel
             host_us=18,
             knobs=items,
@@ -138,6 +138,19 @@ def _rows(region: Region) -> config.Rows:
         width=x.shape[-1], step=step_of(x.shape[-1], x.dtype), dtype=x.dtype, weight=weight and weight.dtype,
         tensors=1 + (_spec(region, "residual") is not None), layer=region.nodes[0].op == "layer_norm",
     )  # fmt: skip
+
+
+def _usual_knobs(region: Region) -> QuantizeKnobs:
+    """With a residual and a transposed copy one kernel where it can: its tiles find the sum in L2 (H200, 16384x4096
+    bfloat16: 176 us instead of 186). Without a residual two are as fast or faster."""
+    both, given = _transposed(region), _rows(region)
+    held = 0 if both else sum(ITEMSIZE[s.dtype] for p in _VECTORS if (s := _spec(region, p)) is not None)
+    made = QuantizeKnobs(**dataclasses.asdict(config.quantize_knobs(given, held)))
+    if not both or region.nodes[0].input("residual") is None:
+        return made
+    threads = min(_BLOCK, 1 << (made.threads - 1).bit_length())
+    one = dataclasses.replace(made, threads=threads, rows=_BLOCK // threads, together=True)
+    return made if _together_reason(region, one) else one
 
 
 def _together_reason(region: Region, knobs: QuantizeKnobs) -> str | None:

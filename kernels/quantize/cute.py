@@ -31,11 +31,10 @@ class CuteQuantize(Engine):
         if reason is None and region.node.op == "quantize":
             x = region.spec("x")
             reason = quantized.size_reason(x.shape[:-1], x.shape[-1], x)
-        return (
-            Decline(reason)
-            if reason is not None
-            else Offer(efficiency=0.72, host_us=14, knobs=knobs, ahead_of_time=True)
-        )
+        if reason is not None:
+            return Decline(reason)
+        both = region.node.output("data_t") is not None if region.node.op == "quantize" else False
+        return Offer(efficiency=0.71 if both else 0.82, host_us=14, knobs=knobs, ahead_of_time=True)  # H200
 
     def kernels(self, region: Region, arch: Arch, offer: Offer) -> tuple[Kernel, ...]:
         node = region.node

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from layerplan.integration.engines.arch import Arch
 from layerplan.integration.engines.contract import Region
+from layerplan.integration.engines.manifest import BY_ID
 from layerplan.integration.engines.packages import locate
 from layerplan.integration.graph.ir import Dim, GraphBuilder, ScaleSpec, TensorSpec
 from layerplan.integration.graph.ops.table import op_table
+from layerplan.integration.plan_cache import memory
 from layerplan.integration.planner.cover import region_of
-from tests.cases import cute_moe, cute_rope
+from tests.cases import cute_moe, cute_moe_quantize, cute_rope
 
 Knobs = tuple[tuple[str, object], ...]
 Call = Callable[..., object]
@@ -163,11 +166,7 @@ def _te():
 
 def te(call: Call) -> dict[str, Call]:
     """``call`` as Transformer Engine's contender; nothing where the package is absent."""
-    return (
-        {"transformer_engine": call}
-        if locate("transformer_engine").here and locate("transformer_engine_torch").here
-        else {}
-    )
+    return {"transformer_engine": call} if locate("transformer_engine").here else {}
 
 
 def _te_forward(op: str) -> dict[str, Call]:
@@ -460,7 +459,37 @@ def _moe_rows() -> Iterator[Row]:
                   ("moe/torch",), _te_moves(case, maps), tuple(_move_knobs(dots)))  # fmt: skip
 
 
-def _moved_inputs(case: cute_moe.Case, region: Region, maps: dict[int, tuple[torch.Tensor, ...]]):
+def _moe_quantize_rows() -> Iterator[Row]:
+    """permute with the quantize of its rows in blocks of 1 x 128, beside our two kernels for it."""
+    for (tokens, slots, experts, width), probs in itertools.product((*_ROUTED, (8192, 8, 256, 7168)), (None, "float32")):
+        case = cute_moe_quantize.Case(tokens, slots, experts, width, probs=probs)
+        made = cute_moe_quantize.region(case)
+        tag = f"permute {tokens}x{slots} of {experts}, {width}{' with probabilities' if probs else ''} + 1x128"
+        yield Row(tag, "moe_quantize/cute", made, _moved_inputs(case, made, {}), 0.85, (),
+                  {"moe/cute, then quantize/cute": _one_by_one(made, ("moe/cute", "quantize/cute"))},
+                  tuple(_move_knobs(False)), exact=True)  # fmt: skip
+
+
+def _one_by_one(region: Region, engines: tuple[str, ...]) -> Call:
+    """A call that runs the region's nodes one after the other, each on its engine."""
+    launches: list[tuple[Region, Call]] = []
+
+    def call(*given):
+        if not launches:
+            arch = Arch.of_device(torch.cuda.current_device())
+            for node, engine in zip(region.nodes, engines, strict=True):
+                part, loaded = region_of(region.graph, [node]), BY_ID[engine].load()
+                launches.append((part, loaded.build(memory.context(part, arch, loaded.match(part, arch))).launch))
+        values = dict(zip(region.graph.inputs, given, strict=True))
+        for part, launch in launches:
+            got = launch(*(values[v] for v in part.graph.inputs))
+            values |= zip(part.graph.outputs, got if isinstance(got, tuple) else (got,), strict=True)
+        return tuple(values[v] for v in region.graph.outputs)
+
+    return call
+
+
+def _moved_inputs(case: cute_moe.Case | cute_moe_quantize.Case, region: Region, maps: dict[int, tuple[torch.Tensor, ...]]):
     """Each token's experts are drawn without preference. Into ``maps`` go, by the address of row_map, the experts of the
     slots and Transformer Engine's map, which lies slot by slot."""
 
@@ -511,5 +540,5 @@ def _te_moves(case: cute_moe.Case, maps: dict[int, tuple[torch.Tensor, ...]]) ->
 
 FAMILIES: dict[str, Callable[[], Iterator[Row]]] = {
     "norm": _norm_rows, "norm_quantize": _norm_quantize_rows, "quantize": _quantize_rows, "swiglu": _swiglu_rows,
-    "rope": _rope_rows, "moe": _moe_rows,
+    "rope": _rope_rows, "moe": _moe_rows, "moe_quantize": _moe_quantize_rows,
 }  # fmt: skip

@@ -8,7 +8,6 @@ and none. The GPU's tests run these and larger ones; ``--compile ARCH [WORKERS]`
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import random
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from layerplan.kernels.norm.cute import CuteNorm
 
 from .. import oracle
 from . import own_cases
+from .sums import FEW, worst_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,9 +198,9 @@ def inputs(case: Case, made, seed: int) -> dict[str, torch.Tensor]:
     return values
 
 
-def compiled(kernel: Kernel):
+def compiled(kernel: Kernel, arch: str = "sm_90"):
     module, _, name = kernel.target.partition(":")
-    return getattr(importlib.import_module(module), name)(arch="sm_90", **dict(kernel.constants))
+    return getattr(importlib.import_module(module), name)(arch=arch, **dict(kernel.constants))
 
 
 def offered(case: Case, made, arch: Arch) -> Offer:
@@ -240,31 +240,22 @@ def run(case: Case, launch, device: str = "cpu", seed: int = 0) -> None:
             oracle.equal(value, peer[port], f"{case}: {port}")
             continue
         theirs = peer[port]
-        if port in ("dweight", "dbias") and case.width < _FEW:
+        exact = _rounded_sum(case, given, truth, port, exact)
+        if port in ("mean", "dweight", "dbias") and 0 < theirs.numel() < FEW:
             theirs = _worst_order(case, given, port, exact, theirs)
-        oracle.compare(value, _rounded_sum(case, given, truth, port, exact), theirs, f"{case}: {port}")
-
-
-_FEW, _ORDERS = 32, 64
+        oracle.compare(value, exact, theirs, f"{case}: {port}")
 
 
 def _worst_order(case: Case, given, port: str, exact: torch.Tensor, peer: torch.Tensor) -> torch.Tensor:
-    """For each gradient of a vector's element PyTorch's float32 result with the largest error: ``peer``, or the rows
-    added one after another in one of 64 orders.
-
-    Rows have no order of their own, and the error of their sum depends on it: it is a draw, and so is PyTorch's. Twice
-    the root mean square of n draws is passed by that of n others with the probability of F(n, n) > 4: 0.3 for one, 1e-4
-    for 32 (``_FEW``). Below, one draw of PyTorch's does not say how large its errors are. Twice the largest of 64 is
-    passed by one more with a probability of 2e-5 where the draws have one spread; no order spreads further than one row
-    after another, where every partial sum is of all rows before."""
-    x, dy = (given[p].float().reshape(-1, case.width).cpu() for p in ("x", "dy"))
+    """What ``sums.worst_order`` says of a row's means or a vector's gradients."""
+    x = given["x"].float().reshape(-1, case.width).cpu()
+    if port == "mean":
+        residual = given["residual"].reshape(-1, case.width).cpu() if "residual" in given else None
+        x = x if residual is None else (x + residual.float()).to(residual.dtype).float()
+        return worst_order(x.t()[:, :, None], exact, peer, case.width)
+    dy = given["dy"].float().reshape(-1, case.width).cpu()
     mean, rstd = (given[p].reshape(-1, 1).cpu() if p in given else 0.0 for p in ("mean", "rstd"))
-    terms, gen = dy if port == "dbias" else dy * ((x - mean) * rstd), torch.Generator().manual_seed(0)
-    orders = torch.stack([torch.randperm(len(terms), generator=gen) for _ in range(_ORDERS)], 1)
-    sums = functools.reduce(torch.add, terms[orders], torch.zeros(_ORDERS, case.width))
-    made = torch.cat((sums.to(peer.dtype), peer.cpu()[None]))
-    worst = (made.double() - exact.cpu()).abs().argmax(0)
-    return made.gather(0, worst[None])[0].to(peer.device)
+    return worst_order(dy if port == "dbias" else dy * ((x - mean) * rstd), exact, peer)
 
 
 def placed(t: torch.Tensor, device: str) -> torch.Tensor:

@@ -179,7 +179,7 @@ def simulated(case: Case) -> None:
     few = dataclasses.replace(arch, sms=2)
 
     def build(engine, region, offer):
-        return guarded(engine.build(BuildContext(region, few, offer, compiled)).launch)
+        return guarded(engine.build(BuildContext(region, few, offer, lambda kernel: compiled(kernel, case.arch))).launch)
 
     with own_cases.guarded_memory() as guarded:
         run(case, build, arch)

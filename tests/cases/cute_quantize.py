@@ -228,7 +228,7 @@ def simulated(case: Case) -> None:
     arch = ARCHS[case.arch]
 
     def build(engine: str, made: Region, chosen: tuple) -> Callable:
-        context = BuildContext(made, arch, offered(engine, made, arch, chosen), compiled)
+        context = BuildContext(made, arch, offered(engine, made, arch, chosen), lambda kernel: compiled(kernel, case.arch))
         return guarded(BY_ID[engine].load().build(context).launch)
 
     simt.conflicts.clear()

@@ -139,7 +139,8 @@ def plain_grouped(t: Tensors) -> tuple:
     return (torch.cat([t["x"][a:b] @ w.T for w, a, b in zip(t["w"], [0, *ends], ends, strict=False)]),)
 
 
-def _grouped_case(tag: str, counts: Sequence[int], n: int, k: int, tail: int = 0) -> OpCase:
+def _grouped_case(tag: str, counts: Sequence[int], n: int, k: int, tail: int = 0, *, align: int = 1,
+                  diff: tuple[str, ...] = ("x", "w")) -> OpCase:  # fmt: skip
     def make(gen, dtype):
         experts, used = len(counts), sum(counts)
         offsets = torch.tensor(counts).cumsum(0).int()
@@ -147,9 +148,9 @@ def _grouped_case(tag: str, counts: Sequence[int], n: int, k: int, tail: int = 0
 
     def ours(t, **kw):
         x = _with_tail(t["x"], sum(counts) + tail)
-        return (ops.grouped_matmul(x, t["w"], t["offsets"], **kw)[: sum(counts)],)
+        return (ops.grouped_matmul(x, t["w"], t["offsets"], align=align, **kw)[: sum(counts)],)
 
-    return OpCase(f"grouped_matmul-{tag}", "grouped_matmul", make, ("x", "w"), ours, plain_grouped)
+    return OpCase(f"grouped_matmul-{tag}", "grouped_matmul", make, diff, ours, plain_grouped)
 
 
 # ---- router, losses ---------------------------------------------------------------------------------------------------
@@ -316,6 +317,8 @@ CASES: tuple[OpCase, ...] = (
     _grouped_case("one_expert", (5,), 8, 16),
     _grouped_case("all_empty", (0, 0, 0), 8, 16, tail=4),
     _grouped_case("no_rows", (0, 0), 8, 16),
+    _grouped_case("aligned", (128, 0, 256), 64, 128, align=128),
+    _grouped_case("aligned_no_rows", (0, 0), 64, 64, align=128),
     _router_case("softmax", 9, 6, 2),
     _router_case("pre_softmax_scaled", 9, 6, 3, pre=True, scale=2.5),
     _router_case("sigmoid_bias_groups", 11, 12, 4, score="sigmoid", bias=True, groups=4, kept=2, scale=1.5),
@@ -345,6 +348,8 @@ LARGE: tuple[OpCase, ...] = (
     _grouped_case("large_unaligned", (64, 130, 70), 264, 136),
     _grouped_case("large_skewed", (0, 1, 900, 0, 3, 257, 0), 520, 264, tail=65),
     _grouped_case("large_many", tuple(37 * i % 50 for i in range(64)), 128, 256),
+    _grouped_case("large_aligned", (0, 128, 640, 0, 0, 384, 256), 320, 192, tail=65, align=128),
+    _grouped_case("large_aligned_frozen", (384, 0, 128, 768), 192, 320, align=128, diff=("x",)),
     _router_case("large", 517, 128, 8),
     _router_case("large_sigmoid", 517, 256, 8, score="sigmoid", bias=True, groups=8, kept=4, scale=2.5),
     _balance_case("large", 512, 64, 6, sequences=4, padding=0.1),

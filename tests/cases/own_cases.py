@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import torch
+
 from layerplan.integration.engines.arch import Arch
 from layerplan.integration.engines.contract import BuildContext
 
@@ -41,10 +43,10 @@ def main(cases: Callable[[], Sequence[Any]], simulated: Callable[[Any], None], c
 
 
 @contextlib.contextmanager
-def guarded_memory(poisoned: bool = False) -> Iterator[Callable[[Callable], Callable]]:
+def guarded_memory(poisoned: bool | int = False) -> Iterator[Callable[[Callable], Callable]]:
     """Within it device code that runs thread by thread may access the arguments of its launch and the tensors that the
     host makes for it, and no other memory. Gives the function that wraps a launch for this. ``poisoned``: those tensors
-    hold at first what no kernel means."""
+    hold at first what no kernel means, or a number in each of their bytes."""
     from layerplan.kernels.common import quantized
 
     from . import simt_ptx
@@ -54,8 +56,12 @@ def guarded_memory(poisoned: bool = False) -> Iterator[Callable[[Callable], Call
     def known(tensors) -> list[int]:
         simt_ptx.allow(*tensors)
         for t in tensors if poisoned else ():
-            if t is not None:
+            if t is None:
+                continue
+            if poisoned is True:
                 t.fill_(float("nan") if t.is_floating_point() else 0x5A5A5A5A)
+            else:
+                t.view(torch.uint8).fill_(poisoned)
         return addresses(tensors)
 
     def guarded(launch: Callable) -> Callable:

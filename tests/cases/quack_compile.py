@@ -21,6 +21,8 @@ from layerplan.integration.graph.ir import Dim, Graph, GraphBuilder, TensorSpec
 from layerplan.integration.planner.cover import region_of
 from layerplan.kernels.loss import quack as loss_engine
 
+from . import quack_experts
+
 TOKENS = Dim("t", 64)
 _CUDA, _DEVICE_TYPE_AT = 2, 8  # in DLPack's tensor struct
 
@@ -183,6 +185,10 @@ def compiled():
     yield "grouped_matmul/quack", grouped_wgrad("float32")
     yield "linear_swiglu/quack", swiglu_chain()
     yield "linear_swiglu/quack", swiglu_gradient()
+    for kind in quack_experts.KINDS:
+        for probs, want in (("float32", ("dx", "drow_weight")), (None, ("dx",))):
+            yield "experts/quack", quack_experts.graph(kind, TOKENS, probs=probs, want=want)
+    yield "experts/quack", quack_experts.graph("gradient", TOKENS, want=("dx",))
 
 
 def example(spec: TensorSpec) -> torch.Tensor:
@@ -197,7 +203,7 @@ def main() -> None:
     for engine, graph in compiled():
         for nodes in (
             [graph.nodes]
-            if engine == "linear_swiglu/quack"
+            if engine in ("linear_swiglu/quack", "experts/quack")
             else ([n] for n in graph.nodes if n.op in BY_ID[engine].ops)
         ):
             region = region_of(graph, nodes)

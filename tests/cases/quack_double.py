@@ -175,7 +175,10 @@ class RotaryKernel:
         return kernel
 
 
-def compile_product(arch, dtype, out, *, a_major, b_kn, add=False, bias=None, ragged=None):
+def compile_product(arch, dtype, out, *, a_major, b_kn, add=False, bias=None, ragged=None, gather=False):
+    if gather:
+        assert (a_major, b_kn, add, bias, ragged) == ("k", False, False, None, "m")
+        return _gathered(dtype, out)
     if ragged is not None:
         assert (a_major, add) == ("k", False) if ragged == "m" else (a_major, b_kn) == ("m", True)
         return _ragged_m(dtype, out, b_kn) if ragged == "m" else _ragged_k(dtype, out, add)
@@ -214,6 +217,25 @@ def _ragged_m(dtype, out, b_kn):
     return product
 
 
+def _taken(a, index, count, begin, end):
+    """Rows begin .. end of a, through the index where there is one; what it holds elsewhere is not looked at."""
+    if index is None:
+        return a[begin:end]
+    tensor("index", index, "int32", (count,), 4)
+    return a[index[begin:end].long()]
+
+
+def _gathered(dtype, out):
+    def product(a, b, d, ends, index):
+        tensor("a", a, dtype, (None, b.shape[2]), 8)
+        tensor("b", b, dtype, (None, None, None), 8)
+        tensor("d", d, out, (None, b.shape[1]), 16 // ITEMSIZE[out])
+        for i, (begin, end) in _groups(ends, len(b)):
+            d[begin:end].copy_(_taken(a, index, len(d), begin, end).float() @ b[i].float().t())
+
+    return product
+
+
 def _ragged_k(dtype, out, add):
     def product(a, b, d, ends):
         tensor("a", a.t(), dtype, (None, d.shape[1]), 8)
@@ -226,33 +248,55 @@ def _ragged_k(dtype, out, add):
     return product
 
 
-def compile_epilogue(epilogue, arch, a, b, tensors, b_kn, concat):
-    """The two epilogues by name: ``swiglu`` over a weight of two halves, ``dswiglu`` over tiles of gate and up."""
+def compile_epilogue(epilogue, arch, a, b, tensors, *, b_kn, concat=(), ends=None, index=None, tile_n=None):
+    """The epilogues by name: ``swiglu`` and ``gated`` over a weight of two halves, ``dswiglu`` and ``gradient`` over
+    tiles of gate and up; ``gated`` and ``gradient`` are of groups of rows."""
     dtype = str(a.dtype).removeprefix("torch.")
-    assert (epilogue, b_kn, concat) in (("swiglu", False, ("B",)), ("dswiglu", True, ()))
+    forward = epilogue in ("swiglu", "gated")
+    assert (b_kn, concat) == ((False, ("B",)) if forward else (True, ()))
+    assert (ends is not None) == (epilogue in ("gated", "gradient"))
 
-    def launch(a, b, **given):
-        assert list(given) == list(tensors) and {len(t.shape) for t in given.values()} == {a.dim()}
-        if epilogue == "swiglu":
-            (y,) = given.values()
-            for name, t, shape in (
-                ("a", a, (1, None, None)),
-                ("b", b, (1, 2 * y.shape[-1], a.shape[-1])),
-                ("out", y, (1, a.shape[1], None)),
-            ):
-                tensor(name, t, dtype, shape, 8)
-            gate, up = (a[0].float() @ b[0].float().t()).chunk(2, -1)
-            y[0].copy_(torch.nn.functional.silu(gate) * up)
+    def groups(a, b, given, *places):
+        """(product of a group's rows, its rows of each tensor of ``given``)"""
+        if ends is None:
+            yield (a.reshape(-1, a.shape[-1]).float() @ (b.float() if b_kn else b[0].float().t())), given
             return
-        tensor("a", a, dtype, (None, b.shape[0]), 8)
-        for name, t in {"b": b, **given}.items():
-            tensor(name, t, dtype, (a.shape[1] if name == "b" else a.shape[0], b.shape[1]), 8)
-        gate, up = (given[n].float().requires_grad_() for n in ("gate", "up"))
-        with torch.enable_grad():
-            value = torch.nn.functional.silu(gate) * up
-        grads = torch.autograd.grad(value, (gate, up), a.float() @ b.float())
-        given["dgate"].copy_(grads[0])
-        given["dup"].copy_(grads[1])
+        (bounds, at), count = places, len(next(iter(given.values())))
+        assert (at is None) == (index is None)
+        for i, (begin, end) in _groups(bounds, len(b)):
+            found = _taken(a, at, count, begin, end).float() @ (b[i].float() if b_kn else b[i].float().t())
+            yield found, {name: t[begin:end] for name, t in given.items()}
+
+    def launch(a, b, *places, **given):
+        assert {n: t.dim() for n, t in given.items()} == {n: t.dim() for n, t in tensors.items()}
+        width, count = b.shape[-1] if b_kn else b.shape[-2] // 2, next(t for t in given.values() if t.dim() > 1).shape[-2]
+        assert a.dim() == 2 or a.shape[0] == 1
+        taken = None if index is not None else count
+        tensor("a", a.reshape(-1, a.shape[-1]), dtype, (taken, b.shape[-2] if b_kn else b.shape[-1]), 8)
+        tensor("b", b, dtype, (None if ends is not None else 1,) * (b.dim() - 2) + (None, None), 8)
+        for name, t in given.items():
+            if name == "weight":
+                tensor(name, t, "float32", (count,), 4)
+            elif name == "dots":
+                tensor(name, t, "float32", (count, -(-width // tile_n)))
+            else:
+                tensor(name, t, dtype, (*t.shape[:-2], count, width), 8)
+        for product, own in groups(a, b, given, *places):
+            weight = own["weight"].unsqueeze(1) if "weight" in own else 1.0
+            if forward:
+                gate, up = product.chunk(2, -1)
+                (y,) = (t for name, t in own.items() if name != "weight")
+                y.copy_((torch.nn.functional.silu(gate) * up * weight).view(y.shape))
+                continue
+            gate, up = (own[n].float().requires_grad_() for n in ("gate", "up"))
+            with torch.enable_grad():
+                value = torch.nn.functional.silu(gate) * up
+            grads = torch.autograd.grad(value, (gate, up), product * weight)
+            own["dgate"].copy_(grads[0])
+            own["dup"].copy_(grads[1])
+            if "dots" in own:  # each tile of columns leaves the sum over its own
+                parts = (value.detach() * product).split(tile_n, 1)
+                own["dots"].copy_(torch.stack([p.sum(1) for p in parts], 1))
 
     return launch
 
@@ -266,6 +310,9 @@ class _Hosted(Engine):
 
     def match(self, region, arch):
         return self.inner.match(region, ARCHS["sm_90"])
+
+    def offer_with(self, region, arch, knobs):
+        return self.inner.offer_with(region, ARCHS["sm_90"], knobs)
 
     def build(self, ctx: BuildContext):
         return self.inner.build(dataclasses.replace(ctx, arch=ARCHS["sm_90"]))
@@ -283,6 +330,7 @@ def install(monkeypatch) -> list[str]:
     """Put the double in the package's place and let its engines run on a CPU; returns their ids."""
     from layerplan.integration.planner import cover
     from layerplan.kernels.linear import quack as linear
+    from layerplan.kernels.linear import quack_experts as linear_experts
     from layerplan.kernels.linear import quack_grouped as linear_grouped
     from layerplan.kernels.linear import quack_swiglu as linear_swiglu
     from layerplan.kernels.loss import quack as loss
@@ -302,9 +350,12 @@ def install(monkeypatch) -> list[str]:
         monkeypatch.setitem(sys.modules, name, module)
     for module in (common, norm, loss, rope):
         monkeypatch.setattr(module, "cute_dtype", lambda name: name)
-    for module in (linear, linear_grouped):
+    for module in (linear, linear_grouped, linear_experts):
         monkeypatch.setattr(module, "compile_product", compile_product)
-    monkeypatch.setattr(linear_swiglu, "_compile", compile_epilogue)
+    for module in (linear_swiglu, linear_experts):
+        monkeypatch.setattr(module, "compile_epilogue", compile_epilogue)
+    monkeypatch.setattr(linear_experts, "_gated", lambda weighted: "gated")
+    monkeypatch.setattr(linear_experts, "_gradient", lambda weighted, dots: "gradient")
     monkeypatch.setattr(linear_swiglu, "_backward_epilogue", lambda: "dswiglu")
     monkeypatch.setattr(loss, "_compilers", lambda: (compile_loss, compile_loss_bwd))
     hosted = {}

@@ -162,9 +162,9 @@ class RandomGraph:
         early = self.random.random() < 0.5  # probabilities weigh the activations, or the sum at the end
         made = self.op("permute", x=x, probs=probs if early else None, **places)
         rows, weights = made if early else (made, None)
-        h = self.op("grouped_matmul", x=rows, weight=self.new((EXPERTS, N, N), True), offsets=offsets)
+        h = self.op("grouped_matmul", x=rows, weight=self.new((EXPERTS, N, N), True), offsets=offsets, align=align)
         h = self.op("swiglu", x=h, row_weight=weights)
-        h = self.op("grouped_matmul", x=h, weight=self.new((EXPERTS, N, N // 2), True), offsets=offsets)
+        h = self.op("grouped_matmul", x=h, weight=self.new((EXPERTS, N, N // 2), True), offsets=offsets, align=align)
         self.extra.append(self.op("unpermute", rows=h, probs=None if early else probs, **places))
         mask = self.maybe(lambda: self.new((TOKENS,), integer=torch.rand(TOKENS, generator=self.gen) < 0.3))
         tokens = self.op("tokens_per_expert", expert_map=expert_map, padding_mask=mask, num_experts=EXPERTS)

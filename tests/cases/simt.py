@@ -346,9 +346,15 @@ def inline_ptx(code: str, *, write_only_types=(), read_only_args=(), predicate=N
     return None if not made else made[0] if len(made) == 1 else tuple(made)
 
 
+def untyped(value):
+    """What ``select_`` gives: no Uint32, but the signed number of its bits."""
+    return _signed(value) if isinstance(value, Word) else value
+
+
 def reduce_warp(value, what: str):
-    """Over the lanes of a warp."""
-    return {"max": max, "min": min}[what](_all_lanes(value)[0])
+    """Over the lanes of a warp; an unsigned number has a reduction of its own."""
+    assert isinstance(value, Word) == what.startswith("u"), (value, what)
+    return {"max": max, "min": min, "umax": max}[what](_all_lanes(value)[0])
 
 
 def shuffle_bfly(value, offset: int):
@@ -574,7 +580,7 @@ def install() -> None:
     top = _module(
         "cutlass", cute=cute, const_expr=_same, range=lambda *r, **_: range(*r), range_constexpr=range,
         min=min, max=max, Constexpr=object,
-        select_=lambda ok, a, b: a if ok else b, **KINDS,
+        select_=lambda ok, a, b: untyped(a if ok else b), **KINDS,
     )  # fmt: skip
     top.__path__ = []
     _module("cutlass.memory", SmemAllocator=Allocator)

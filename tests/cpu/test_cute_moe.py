@@ -20,6 +20,7 @@ from layerplan.integration.graph.ir import Dim, GraphBuilder, TensorSpec
 from layerplan.integration.planner import cover
 from layerplan.integration.planner.cover import region_of
 from layerplan.integration.planner.planner import plan
+from layerplan.kernels.moe import places
 from layerplan.kernels.moe.cute import CuteMoE
 from tests.cases import cute_group, cute_router
 from tests.cases.cute_moe import KINDS, LARGE, SMALL, Case, fuzzed, knobs, region
@@ -317,3 +318,13 @@ def test_compiled_code_takes_the_arguments_that_launches_give_it(tmp_path):
     command = [sys.executable, "-m", "tests.cases.cute_moe", "--reach", *texts]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert f"reached the driver: {len(texts)}\n" in run.stdout, run.stdout[-500:] + run.stderr[-3000:]
+
+
+@pytest.mark.parametrize("t", [
+    torch.arange(24.0).view(6, 4), torch.arange(48.0).view(6, 8)[:, ::2], torch.arange(24.0).view(4, 6).t(), torch.arange(9.0)[1:].view(2, 4),
+    torch.arange(8.0).view(4, 2)[:, 1:], torch.arange(8.0).as_strided((1, 4), (3, 2)), torch.arange(8.0).as_strided((1, 1), (3, 5)), torch.empty(0, 4),
+], ids=lambda t: f"{list(t.shape)}-{t.stride()}-{t.storage_offset()}")  # fmt: skip
+def test_numbers_by_slot_reach_a_kernel_contiguous_and_aligned_whatever_their_strides(t):
+    made = places.whole(t)
+    assert made.stride() == (t.shape[1], 1) and not made.data_ptr() % 16 and torch.equal(made, t)
+    assert (made is t) == (t.stride() == (t.shape[1], 1) and not t.data_ptr() % 16)

@@ -204,10 +204,23 @@ def test_a_transposed_copy_announces_the_residual_sum_that_nobody_else_wants():
     case = with_quantize.Case(
         "rms_norm", 64, 4096, with_quantize.BLOCK, given=("weight", "residual"), extra=(), transposed=True
     )
-    assert quantized(case).workspace_bytes == 64 * (4096 * 2 + 4)
-    assert quantized(dataclasses.replace(case, extra=("residual_out", "rstd"))).workspace_bytes == 0
-    one = dataclasses.replace(case, extra=("residual_out", "rstd"), knobs=knobs(threads=128, rows=2, together=True))
-    assert quantized(one).workspace_bytes == 4 * 2, "who has begun, and one number for 128 rows"
+    two = dataclasses.replace(case, knobs=knobs(threads=128))
+    assert quantized(two).workspace_bytes == 64 * (4096 * 2 + 4)
+    assert quantized(dataclasses.replace(two, extra=("residual_out", "rstd"))).workspace_bytes == 0
+    counters = 4 * 2  # who has begun, and one number for 128 rows
+    assert quantized(case).workspace_bytes == 64 * (4096 * 2 + 4) + counters
+    assert quantized(dataclasses.replace(case, extra=("residual_out", "rstd"))).workspace_bytes == counters
+
+
+@pytest.mark.parametrize(("width", "residual", "transposed", "expected"), [
+    (4096, True, True, (128, 2, True, False)), (7168, True, True, (256, 1, True, False)), (1024, True, True, (32, 8, True, False)),
+    (8200, True, True, (288, 1, False, False)), (4096, False, True, (128, 1, False, False)),
+    (4096, True, False, (128, 1, False, True)), (7168, False, False, (224, 1, False, True)), (32768, True, False, (1024, 1, False, False)),
+])  # fmt: skip
+def test_one_kernel_for_a_residual_with_a_transposed_copy_where_registers_hold_a_row(width, residual, transposed, expected):
+    given = ("weight", "residual") if residual else ("weight",)
+    knobs_ = dict(quantized(with_quantize.Case("rms_norm", 64, width, with_quantize.BLOCK, given=given, transposed=transposed)).knobs)
+    assert tuple(knobs_[k] for k in ("threads", "rows", "together", "hold_weight")) == expected
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "rms_norm_bwd", "layer_norm_bwd"])

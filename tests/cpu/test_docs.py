@@ -120,7 +120,7 @@ def test_interop_names_the_versions_that_are_known_and_pinned():
 def test_interop_asks_every_engine_that_calls_a_package_about_single_ops():
     asked = {e for engines, _ in interop.FAMILIES.values() for e in engines}
     chains = {e.id for e in MANIFEST if e.load().patterns}
-    assert {e.id for e in MANIFEST if "quack" in e.needs or "flash_attn.cute.cache_utils" in e.needs} <= asked | chains
+    assert {e.id for e in MANIFEST if {"quack", "flash_attn.cute.cache_utils", "deep_gemm"} & set(e.needs)} <= asked | chains
     assert all(BY_ID[e].archs and set(BY_ID[e].archs) & set(GPUS) for e in asked)
 
 

@@ -37,7 +37,7 @@ from layerplan.integration import doctor
 from layerplan.integration.engines.manifest import MANIFEST
 doctor._driver = lambda: {"version": None}
 facts = doctor.collect()
-assert not set(sys.modules) & {"torch", "triton", "cutlass", "quack", "megatron.core"}, "asking must import nothing"
+assert not set(sys.modules) & {"torch", "triton", "cutlass", "quack", "deep_gemm", "megatron.core"}, "asking must import nothing"
 print(json.dumps([facts, {e.id: e.absent() for e in MANIFEST}]))
 """
 
@@ -108,11 +108,12 @@ def test_packages_of_the_right_version_are_there_and_no_problem(ask):
     assert all(e["runs"] for e in facts["engines"] if e["reason"] is None or "no code for" not in e["reason"])
 
 
-def test_the_known_versions_are_those_that_the_extra_installs_and_the_constraints_pin():
+def test_the_known_versions_are_those_that_the_extra_installs_and_the_constraints_pin_but_for_what_is_on_no_index():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     for name, version in KNOWN_VERSIONS.items():
-        assert f"{name}=={version}" in project["optional-dependencies"]["peers"] and f"{name}=={version}" in pins
+        pinned = f"{name}=={version}" in project["optional-dependencies"]["peers"] and f"{name}=={version}" in pins
+        assert pinned is (name not in packages.SOURCES), name
 
 
 def test_packages_of_a_wrong_version_are_named_with_the_rule_and_the_cure(ask):
@@ -124,11 +125,11 @@ def test_packages_of_a_wrong_version_are_named_with_the_rule_and_the_cure(ask):
             code(folder, module)
 
     facts, absent = ask(fill)
-    for entry in MANIFEST:  # only those whose internals are called are held to one version
+    for entry in MANIFEST:  # only those whose functions change are held to one version
         known = [n for n in map(distribution, entry.needs) if n in KNOWN_VERSIONS]
         for name in known:
-            assert absent[entry.id] == (f"needs {name} {KNOWN_VERSIONS[name]}, whose internal functions it calls; 0.1 is installed: "
-                                        "pip install -c constraints.txt -e '.[peers]'")  # fmt: skip
+            cure = f"pip install {packages.SOURCES[name]}" if name in packages.SOURCES else "pip install -c constraints.txt -e '.[peers]'"
+            assert absent[entry.id] == f"needs {name} {KNOWN_VERSIONS[name]}, the version whose functions it knows; 0.1 is installed: {cure}"
             assert KNOWN_VERSIONS[name] in facts["packages"][name]["remark"]
         assert known or absent[entry.id] is None
     assert {n: r["version"] for n, r in facts["packages"].items()} == {n: "0.20.1" if n == "megatron-core" else "3.5.0" if n == "triton" else "0.1" for n in PACKAGES}
@@ -254,6 +255,7 @@ def test_a_package_that_breaks_while_its_engine_is_built_is_an_error_with_the_cu
 @pytest.mark.parametrize(("package", "op", "shapes"), [
     ("quack-kernels", "rms_norm", {"x": ((64, 4096), "bfloat16"), "weight": ((4096,), "bfloat16")}),
     ("flash-attn-4", "sdpa", {p: ((1, 64, 8, 128), "bfloat16") for p in "qkv"}),
+    ("deep-gemm", "grouped_matmul", {"x": ((512, 64), "bfloat16"), "weight": ((3, 64, 64), "bfloat16"), "offsets": ((3,), "int32")}),
 ])  # fmt: skip
 def test_the_planner_declines_another_version_of_a_package_with_both_versions_and_takes_the_known_one(monkeypatch, package, op, shapes):
     rows = [e for e in MANIFEST if op in e.ops and package in map(distribution, e.needs)]
@@ -264,7 +266,7 @@ def test_the_planner_declines_another_version_of_a_package_with_both_versions_an
     monkeypatch.setattr(cover, "MANIFEST", tuple(dataclasses.replace(e, trial=False) for e in MANIFEST))
     packages.absence.cache_clear()
     try:
-        attrs = {"eps": 1e-5} if op == "rms_norm" else {"causal": True}
+        attrs = {"rms_norm": {"eps": 1e-5}, "sdpa": {"causal": True}, "grouped_matmul": {"align": 128}}[op]
         found = layerplan.explain(op, shapes, "sm_90", **attrs).reasons()
         for entry in rows:
             assert f"needs {package} {KNOWN_VERSIONS[package]}" in found[entry.id] and "99.1 is installed" in found[entry.id]

@@ -24,6 +24,7 @@ from layerplan.integration.planner.runner import Runner, WeightGrads
 from layerplan.integration.planner.shapes import SpecMaker
 from layerplan.integration.settings import Settings
 from tests import oracle
+from tests.cases import grouped
 from tests.cases.moe import draw_map, grouping, plain_router
 
 torch.set_num_threads(1)
@@ -58,8 +59,8 @@ def layer(align: int = 1, early: bool = True):
         places = {"row_map": row_map, "counts": counts, "offsets": offsets, "align": align}
         made = b.op("permute", x=x, probs=probs if early else None, **places)
         rows, weights = made if early else (made, None)
-        h = b.op("swiglu", x=b.op("grouped_matmul", x=rows, weight=w1, offsets=offsets), row_weight=weights)
-        y = b.op("grouped_matmul", x=h, weight=w2, offsets=offsets)
+        h = b.op("swiglu", x=b.op("grouped_matmul", x=rows, weight=w1, offsets=offsets, align=align), row_weight=weights)
+        y = b.op("grouped_matmul", x=h, weight=w2, offsets=offsets, align=align)
         return b.build([b.op("unpermute", rows=y, probs=None if early else probs, **places), counts])
 
     return build
@@ -223,97 +224,53 @@ def test_a_map_may_be_a_view_and_name_an_expert_twice_in_a_token():
     torch.testing.assert_close(dx, torch.full_like(x, 2.0))
 
 
-def test_fault_17_padding_never_reaches_the_weight_gradient():
-    g, counts, width = gen(5), (45, 0, 17), 256
-    expert_map = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))[torch.randperm(62, generator=g)].int()[
-        :, None
-    ]
-    for align in (16, 32, 128):
-        results = []
-        for a in (1, align):
-            x = torch.randn(62, width, generator=gen(6), requires_grad=True)
-            w = torch.randn(3, 8, width, generator=gen(7), requires_grad=True)
-            oracle.poison(torch.empty(62 + 3 * (a - 1), width))
-            p = ops.permute(x, expert_map, num_experts=3, align=a)
-            y = ops.unpermute(ops.grouped_matmul(p.rows, w, p.offsets), p)
-            results.append((y.detach(), *torch.autograd.grad(y.square().sum(), (x, w))))
-            assert p.offsets.tolist()[-1] % a == 0
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
-        assert not results[1][2][1].any()
+@pytest.mark.parametrize("align", [1, 16, 32, 128])
+@pytest.mark.parametrize("engine", PRODUCTS)
+def test_fault_17_padding_never_reaches_the_weight_gradient(engine, align):
+    grouped.padded_groups("cpu", engine, align)
 
 
 # ---- grouped_matmul ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", PRODUCTS)
-@pytest.mark.parametrize("counts", [(64, 130, 70), (128, 0, 130, 65)])
+@pytest.mark.parametrize("counts", grouped.FAULT_16)
 def test_fault_16_each_row_meets_its_own_experts_weight(counts, engine):
-    n = len(counts)
-    x = torch.randn(sum(counts), 16, generator=gen())
-    w = torch.arange(1.0, n + 1)[:, None, None] * torch.eye(16)
-    y = ops.grouped_matmul(x, w, ends(*counts), engine=engine)
-    torch.testing.assert_close(y, x * torch.repeat_interleave(torch.arange(1.0, n + 1), torch.tensor(counts))[:, None])
+    grouped.own_weights("cpu", engine, counts)
+
+
+def test_fault_16_groups_that_are_not_what_they_promise_are_refused():
+    for counts, row in (((64, 130, 70), 64), ((128, 0, 130, 65), 258)):
+        x, w = torch.zeros(sum(counts), 64), torch.zeros(len(counts), 64, 64)
+        with pytest.raises(ValueError, match=rf"offsets\[\d\] = {row}: must be a multiple of align = 128"):
+            ops.grouped_matmul(x, w, ends(*counts), align=128)
+        assert ops.grouped_matmul(x, w, ends(*counts), align=1 if row % 64 else 2).shape == (sum(counts), 64)
 
 
 @pytest.mark.parametrize("engine", PRODUCTS)
-@pytest.mark.parametrize("counts", [(0, 3, 0), (0, 0, 0), (4, 0, 2)])
+@pytest.mark.parametrize("counts", grouped.EMPTY)
 def test_gradients_of_empty_experts_are_exactly_zero_and_the_tail_is_not_read(counts, engine):
-    g, used = gen(1), sum(counts)
-    x = torch.cat((torch.randn(used, 16, generator=g), torch.full((3, 16), NAN))).bfloat16().requires_grad_()
-    w = torch.randn(3, 8, 16, generator=g).bfloat16().requires_grad_()
-    dy = torch.cat((torch.randn(used, 8, generator=g), torch.full((3, 8), NAN))).bfloat16()
-    oracle.poison(w, x, dy)
-    y = ops.grouped_matmul(x, w, ends(*counts), engine=engine)
-    dx, dw = torch.autograd.grad(y, (x, w), dy)
-    assert y[:used].isfinite().all() and dx[:used].isfinite().all() and dw.isfinite().all()
-    for i, count in enumerate(counts):
-        assert bool(dw[i].any()) == bool(count)
+    grouped.empty_groups("cpu", engine, counts)
 
 
 @pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("engine", PRODUCTS)
 def test_weight_gradients_are_added_to_main_grad_and_those_of_empty_experts_stay_bit_for_bit(engine, defer):
-    g = gen(2)
-    w = torch.nn.Parameter(torch.randn(3, 8, 16, generator=g).bfloat16())
-    start = torch.randn(3, 8, 16, generator=g)
-    start[1, 0] = -0.0
-    w.main_grad, buffer = oracle.guarded(start, 4)
-    w.grad_added_to_main_grad = False
-    x = torch.randn(9, 16, generator=g).bfloat16().requires_grad_()
-    dy = torch.randn(9, 8, generator=g).bfloat16()
-    runner = Runner(lambda *t: _grouped_graph(*t), ("x", "weight", "offsets"), policy=Policy(engine=engine))
-    sink = WeightGrads({1: w}, fuse=True, defer=defer)
-    runner(x, w, ends(4, 0, 5), sink=sink).backward(dy)
-    if defer:
-        oracle.same_bits(w.main_grad, start, "before the deferred stage")
-        assert w.grad_added_to_main_grad is False and sink.run_deferred() and not sink.run_deferred()
-    for i, rows in ((0, slice(0, 4)), (2, slice(4, 9))):
-        with torch.no_grad():
-            truth = start[i].double() + dy[rows].double().T @ x[rows].double()
-            oracle.compare(w.main_grad[i], truth, start[i] + dy[rows].float().T @ x[rows].float(), f"expert {i}")
-    oracle.same_bits(w.main_grad[1].contiguous(), start[1], "the empty expert")
-    oracle.check_guards(w.main_grad, buffer, "main_grad")
-    assert w.grad_added_to_main_grad is True and x.grad is not None
+    runner, _ = grouped.main_grads("cpu", engine, defer=defer)
     made = [r.ops for p in runner.plans() for r in p.forward.regions]
     assert ("grouped_matmul_wgrad",) in made, made
 
 
-def _grouped_graph(x, w, offsets):
-    b, s = GraphBuilder(), SpecMaker()
-    values = {
-        "x": b.input("x", s(x, "t k!")),
-        "weight": b.input("w", s(w, "e! n! k!"), weight=True),
-        "offsets": b.input("o", s(offsets, "e!")),
-    }
-    return b.build([b.op("grouped_matmul", **values)])
+@pytest.mark.parametrize("engine", PRODUCTS)
+def test_reruns_of_grouped_products_are_bitwise_equal(engine):
+    grouped.reruns("cpu", engine, (0, 1, 300, 0, 3, 257))
 
 
 def test_deferred_weight_gradients_without_a_main_grad_are_handed_to_the_parameter():
     w = torch.nn.Parameter(torch.randn(2, 8, 16, generator=gen()))
     x = torch.randn(5, 16, generator=gen(1))
     sink = WeightGrads({1: w}, defer=True)
-    y = Runner(lambda *t: _grouped_graph(*t), ("x", "weight", "offsets"), policy=Policy())(x, w, ends(2, 3), sink=sink)
+    y = grouped.runner(None)(x, w, ends(2, 3), sink=sink)
     y.sum().backward()
     assert w.grad is None and sink.run_deferred()
     torch.testing.assert_close(w.grad, torch.stack([x[:2].sum(0).expand(8, 16), x[2:].sum(0).expand(8, 16)]))
@@ -452,6 +409,8 @@ BAD = {
     "offsets that fall": (lambda: ops.grouped_matmul(ROWS, W, torch.tensor([4, 2]).int()), "offsets[1] = 2 after 4", "must not decrease"),
     "negative offset": (lambda: ops.grouped_matmul(ROWS, W, torch.tensor([-1, 2]).int()), "offsets[0] = -1 after 0", "must not decrease"),
     "offsets too far": (lambda: ops.grouped_matmul(ROWS, W, ends(4, 3)), "offsets[-1] = 7", "beyond the 6 rows"),
+    "offsets off the alignment": (lambda: ops.grouped_matmul(ROWS, W, ends(2, 3), align=2), "offsets[1] = 5", "multiple of align = 2"),
+    "no alignment": (lambda: ops.grouped_matmul(ROWS, W, ENDS, align=0), "align = 0", "positive int"),
     "offsets of int64": (lambda: ops.grouped_matmul(ROWS, W, ENDS.long()), "offsets", ".int()"),
     "offsets of other experts": (lambda: ops.grouped_matmul(ROWS, W, ends(1, 1, 1)), "offsets", "int32 [2]"),
     "offsets with a 0 in front": (lambda: ops.grouped_matmul(ROWS, W, torch.tensor([0, 2, 4]).int()), "offsets", "int32 [2]"),
@@ -499,6 +458,8 @@ def test_rules_of_the_backward_ops_hold_in_the_builder_too():
     )
     with pytest.raises(GraphError, match=r"grouped_matmul_wgrad: dy .* as many rows"):
         b.op("grouped_matmul_wgrad", dy=dy, x=x, offsets=o)
+    with pytest.raises(GraphError, match=r"grouped_matmul_wgrad: align = 0: must be a positive int"):
+        b.op("grouped_matmul_wgrad", dy=dy, x=dy, offsets=o, align=0)
 
 
 INDEXED = {

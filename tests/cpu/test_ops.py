@@ -121,7 +121,7 @@ SIGNATURES = {
     "linear_cross_entropy": f"x w targets * ignore_index=-100 {ENGINE}",
     "permute": f"x expert_map * num_experts probs=None align=1 {ENGINE}",
     "unpermute": f"rows permuted probs=None * {ENGINE}",
-    "grouped_matmul": f"x w offsets * {ENGINE}",
+    "grouped_matmul": f"x w offsets * align=1 {ENGINE}",
     "router": "logits * topk score_function='softmax' pre_softmax=False num_groups=None group_topk=None scaling_factor=None "
               f"expert_bias=None {ENGINE}",
     "tokens_per_expert": f"expert_map * num_experts padding_mask=None sequences=1 {ENGINE}",

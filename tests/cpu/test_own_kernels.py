@@ -70,6 +70,17 @@ def routed(align: int) -> Graph:
     return b.build([b.op("unpermute", rows=rows, probs=probs, **places), row_probs, tokens])
 
 
+def routed_quantized(align: int) -> Graph:
+    """The rows of the same in blocks of 1 x 128."""
+    b, t = GraphBuilder(), Dim("t", 4096)
+    x, probs = b.input("x", TensorSpec((t, 2048), "bfloat16")), b.input("probs", TensorSpec((t, 8), "float32"))
+    counts, offsets, row_map = b.op(
+        "group_by_expert", expert_map=b.input("expert_map", TensorSpec((t, 8), "int32")), num_experts=64, align=align
+    )
+    rows, row_probs = b.op("permute", x=x, probs=probs, counts=counts, offsets=offsets, row_map=row_map, align=align)
+    return b.build([*b.op("quantize", x=rows, block=(1, 128)), row_probs])
+
+
 def work() -> Iterator[tune.Workload]:
     """Graphs that between them hold a region for every engine."""
     for name in RECIPES:
@@ -78,6 +89,7 @@ def work() -> Iterator[tune.Workload]:
         yield tune.Workload("", "quantized", quantized(first), Policy(), {}, 1)
     for align in (1, 128):
         yield tune.Workload("", "routed", routed(align), Policy(), {"needs_grad": (True, True)}, 1)
+        yield tune.Workload("", "routed", routed_quantized(align), Policy(), {}, 1)
 
 
 @functools.cache

@@ -371,7 +371,7 @@ def test_rows_behind_the_last_group_are_nobodys_and_compared_with_nothing(align)
     ins = {"row_map": ((Dim("t", 64), 2), "int32"), "counts": ((4,), "int32"), "offsets": ((4,), "int32")}
     places = {p: b.input(p, TensorSpec(*s)) for p, s in ins.items()}
     rows, _ = b.op("permute", x=x, probs=probs, **places, align=align)
-    y = b.op("grouped_matmul", x=rows, weight=w, offsets=places["offsets"])
+    y = b.op("grouped_matmul", x=rows, weight=w, offsets=places["offsets"], align=align)
     forward = b.build([b.op("unpermute", rows=y, probs=probs, **places, align=align)])
     backward = differentiate(forward, tuple(forward.specs[v].is_float for v in forward.inputs)).backward
     found = {r.ops: notes for g in (forward, backward) for r, notes in rows_of(measured(g))}

@@ -59,6 +59,15 @@ def test_after_it_a_step_plans_and_builds_nothing(built, training):
     assert "forward_programs" in built
 
 
+def test_an_input_with_a_gradient_finds_its_plans_as_well(built):
+    model = Model()
+    layerplan.warm(model, SHAPES)
+    del built[:]
+    for needs in (True, False):
+        model(torch.randn(24, 32, requires_grad=needs)).backward()
+    assert built == []
+
+
 def test_a_step_after_it_is_bitwise_the_step_without_it_and_no_state_has_moved():
     model = Model()
     other, x = copy.deepcopy(model), torch.randn(24, 32)
@@ -118,7 +127,8 @@ def test_on_a_gpu_every_region_is_launched_once_on_a_few_tokens_and_a_failure_is
     monkeypatch.setattr(module, "compiled_launch", lambda *_: lambda *t: launched.append([x.shape for x in t]))
     for r in regions:
         module._launch(r, ARCHS["cpu"], torch.device("cpu"))
-    assert len(launched) == 2 and all((module._ROWS, 32) in shapes for shapes in launched)
+    # forward and backward, with a gradient of x and without
+    assert len(launched) == 4 and all((module._ROWS, 32) in shapes for shapes in launched)
 
     def fail(*_):
         raise RuntimeError("no room")

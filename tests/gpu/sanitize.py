@@ -32,6 +32,7 @@ TESTS = {
     "swiglu": "tests/gpu/test_gpu_swiglu.py::test_results_hold_to_the_oracles_rule_and_reruns_are_equal",
     "rope": "tests/gpu/test_gpu_rope.py::test_results_are_as_exact_as_pytorchs_and_reruns_bitwise_equal",
     "moe": "tests/gpu/test_gpu_moe.py::test_results_are_as_exact_as_pytorchs_and_reruns_bitwise_equal",
+    "moe_quantize": "tests/gpu/test_gpu_moe.py::test_quantised_rows_are_those_of_the_references_bit_for_bit",
     "group": "tests/gpu/test_gpu_moe.py::test_slots_are_sorted_and_counted_as_the_reference_does",
     "router": "tests/gpu/test_gpu_moe.py::test_routers_choose_what_the_reference_does_and_weigh_it_as_exactly_as_pytorch",
 }

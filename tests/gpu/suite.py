@@ -27,7 +27,8 @@ from layerplan.integration.engines.arch import Arch
 from tests.bench.host_cost import environment
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = ("cute_norm", "cute_norm_quantize", "cute_quantize", "cute_swiglu", "cute_rope", "cute_moe", "cute_group", "cute_router")
+CASES = ("cute_norm", "cute_norm_quantize", "cute_quantize", "cute_swiglu", "cute_rope", "cute_moe", "cute_moe_quantize", "cute_group",
+         "cute_router")  # fmt: skip
 PIECE = 60  # tests of one process: a start costs some 10 s
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 

@@ -1,5 +1,5 @@
-"""moe/cute beyond the shared cases: every path by knobs, maps and layouts, rows past 2^31 elements, NaN, guard rows,
-reruns, capture, and a fuzz that ends in time."""
+"""moe/cute and moe_quantize/cute beyond the shared cases: every path by knobs, maps and layouts, rows past 2^31
+elements, NaN, guard rows, reruns, capture, and a fuzz that ends in time."""
 
 import dataclasses
 import random
@@ -15,7 +15,7 @@ from layerplan.integration.engines.packages import locate
 from layerplan.integration.plan_cache import memory
 from layerplan.kernels.common import quantized
 from tests import oracle
-from tests.cases import cute_group, cute_router
+from tests.cases import cute_group, cute_moe_quantize, cute_router
 from tests.cases import cute_moe as cases
 from tests.cases.cute_moe import KINDS, Case, knobs
 from tests.gpu.capture import captured, replays_and_waits_for_no_host
@@ -107,6 +107,99 @@ def test_nothing_is_written_around_the_results_nor_behind_the_last_group(name, m
         assert not by_row or bool((inner[used:] == torch.tensor(oracle.SENTINEL).to(inner.dtype).item()).all()), (
             f"{case}: {port} behind the last group"
         )
+
+
+# ---- rows that are quantised -----------------------------------------------------------------------------------------
+
+QUANTIZED = cute_moe_quantize.Case(517, 6, 64, 2048, probs="float32")
+
+
+def quantizes(case: cute_moe_quantize.Case):
+    """The compiled launch of a case here."""
+    made, arch = cute_moe_quantize.region(case), Arch.of_device(0)
+    offer = cute_moe_quantize.offered(case, made, arch)
+    return BY_ID[cute_moe_quantize.ENGINE].load().build(memory.context(made, arch, offer)).launch
+
+
+def quantized_inputs(case: cute_moe_quantize.Case, seed: int = 0) -> list[torch.Tensor]:
+    return [cases.placed(t, "cuda") for t in cute_moe_quantize.inputs(case, cute_moe_quantize.region(case), seed).values()]
+
+
+@pytest.mark.parametrize("case", [*cute_moe_quantize.SMALL, *cute_moe_quantize.LARGE], ids=str)
+def test_quantised_rows_are_those_of_the_references_bit_for_bit(case):
+    cute_moe_quantize.run(case, quantizes(case), "cuda")
+
+
+@pytest.mark.parametrize("changes", MAPS.values(), ids=MAPS)
+def test_rows_of_any_map_are_quantised(changes):
+    case = dataclasses.replace(QUANTIZED, **changes)
+    cute_moe_quantize.run(case, quantizes(case), "cuda")
+
+
+@pytest.mark.parametrize("choice", [(64, 1), (128, 2), (256, 1), (512, 4)], ids=str)
+def test_every_choice_of_knobs_quantises_the_same(choice):
+    for streaming in (False, True):
+        case = dataclasses.replace(QUANTIZED, align=16, knobs=knobs(*choice, streaming))
+        cute_moe_quantize.run(case, quantizes(case), "cuda")
+
+
+@pytest.mark.parametrize("align", [1, 16])
+def test_no_quantised_row_is_written_around_the_results_nor_behind_the_last_group(align, monkeypatch):
+    case, buffers, addresses = dataclasses.replace(QUANTIZED, tokens=33, width=136, align=align, dropped=0.3), [], quantized.addresses
+
+    def guarding(made):
+        pairs = [oracle.guarded(oracle.sentinels(tuple(t.shape), t.dtype, t.device), offset=256, rows=16) for t in made]
+        buffers.extend(pairs)
+        return addresses(tuple(inner for inner, _ in pairs))
+
+    run, tensors, made = quantizes(case), quantized_inputs(case), cute_moe_quantize.region(case)
+    used = int(tensors[made.graph.inputs.index("offsets")][-1])
+    expected = dict(zip(made.graph.outputs, run(*tensors), strict=True))
+    monkeypatch.setattr(quantized, "addresses", guarding)
+    run(*tensors)
+    permute, quantize = made.nodes
+    in_order = (quantize.output("data"), quantize.output("scale_inv"), permute.output("row_probs"))
+    for name, (inner, buffer) in zip(in_order, buffers, strict=True):
+        oracle.check_guards(inner, buffer, f"{case}: {name}")
+        oracle.same_bits(inner[:used], expected[name][:used], f"{case}: {name}")
+        tail = oracle.sentinels(tuple(inner[used:].shape), inner.dtype, inner.device)
+        assert len(tail), "there are rows behind the last group"
+        oracle.same_bits(inner[used:], tail, f"{case}: {name} behind the last group")
+
+
+def test_a_captured_launch_quantises_new_data_and_waits_for_no_host():
+    launch, tensors = quantizes(QUANTIZED), quantized_inputs(QUANTIZED)
+
+    def step():  # as numbers that can be compared: e4m3 of randn holds no NaN
+        return tuple(t.float() for t in launch(*tensors))
+
+    replays_and_waits_for_no_host(step, tensors, "permute and quantize")
+
+
+def test_fuzz_over_rows_that_are_quantised():
+    end, seed, count = time.monotonic() + FUZZ_S / 3, int(time.time()), 0
+    while time.monotonic() < end and count < 100:
+        case = cute_moe_quantize.fuzzed(seed + count)
+        count += 1
+        try:
+            cute_moe_quantize.run(case, quantizes(case), "cuda", seed=seed)
+        except Exception as error:
+            raise AssertionError(f"cute_moe_quantize.fuzzed({seed + count - 1}) = {case}") from error
+
+
+def test_quantised_rows_past_2_31_elements():
+    need(24)
+    case = cute_moe_quantize.Case(131136, 4, 1, 4104)  # 2^31 + 5 million elements
+    x = torch.empty(case.tokens, case.width, dtype=BF16, device="cuda").normal_(generator=_gen())
+    places = _far(case.tokens, case.slots)
+    data, scales = quantizes(case)(*(({"x": x} | places)[p] for p in cute_moe_quantize.region(case).graph.inputs))
+    assert data.numel() > 2**31
+    for part in (slice(0, 64), slice(case.tokens - 64, case.tokens)):
+        right, right_scales = ops.quantize(x[part], block=(1, 128), engine="reference/eager")
+        for slot in range(case.slots):
+            rows = places["row_map"][part, slot].long()
+            oracle.same_bits(data.view(torch.uint8)[rows], right.view(torch.uint8), f"slot {slot} of tokens {part}")
+            oracle.same_bits(scales[rows], right_scales, f"scales of slot {slot} of tokens {part}")
 
 
 # ---- slots by expert -------------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ x [t, k], weight [e, n, k], offsets [e] int32 -> y [t, n]: y[r] = weight[i] @ x[
 offsets[i - 1] .. offsets[i] - 1 (from 0 for i = 0). Counts may be any, 0 too. Rows from offsets[-1] on are read by no
 one; what y and dx hold there is left open. The weight gradient of an empty group is exactly zero; where gradients are
 added up, it leaves what is there.
+
+``align`` says that every offset is a multiple of it, as where permute made them with that alignment: a promise that
+engines may rely on. A group's padding rows are rows like others.
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ import itertools
 import torch
 
 from ..ir import TensorSpec
-from .moe import check_offsets
+from .moe import check_offsets, positive
 from .table import Op, acc, demand, ports, same_dtype, size_product
 
 
-def _operands(op: str, x: TensorSpec, field: str, specs, axis: int) -> None:
+def _operands(op: str, x: TensorSpec, field: str, specs, axis: int, align: object) -> None:
     """Checks the rows, the weight whose dim ``axis`` they are multiplied over, and the offsets."""
     w, offsets = specs["weight"], specs["offsets"]
+    positive(op, "align", align)
     same_dtype(op, **{field: x, "weight": w})
     ok = w.rank == 3 and all(isinstance(d, int) for d in w.shape) and w.shape[0] > 0
     demand(ok, op, "weight", w, "must be [experts, out_features, in_features] of at least one expert")
@@ -40,13 +44,19 @@ def _ends(op: str, offsets: TensorSpec, experts: int) -> None:
 
 def _infer(specs, attrs):
     x, w = specs["x"], specs["weight"]
-    _operands("grouped_matmul", x, "x", specs, 2)
+    _operands("grouped_matmul", x, "x", specs, 2, attrs["align"])
     return {"y": TensorSpec((x.shape[0], w.shape[1]), x.dtype)}
 
 
 def _check(t, shape, attrs):
-    if "offsets" in t:
-        check_offsets("grouped_matmul", t["offsets"], shape("x")[0])
+    if "offsets" not in t:
+        return
+    for i, end in enumerate(check_offsets("grouped_matmul", t["offsets"], shape("x")[0])):
+        if end % attrs["align"]:
+            raise ValueError(
+                f"grouped_matmul: offsets[{i}] = {end}: must be a multiple of align = {attrs['align']}; make the groups "
+                "with permute(..., align=...), or leave align at 1"
+            )
 
 
 def _groups(offsets: torch.Tensor):
@@ -69,17 +79,17 @@ def _reference(t, attrs, want):
 
 
 def _gradient(g):
-    dy, out = g.out("y"), {}
+    out, shared = {}, {"dy": g.out("y"), "offsets": g.value("offsets"), "align": g.attr("align")}
     if g.needs("x"):
-        out["x"] = g.op("grouped_matmul_dgrad", dy=dy, weight=g.value("weight"), offsets=g.value("offsets"))
+        out["x"] = g.op("grouped_matmul_dgrad", weight=g.value("weight"), **shared)
     if g.needs("weight"):
-        out["weight"] = g.op("grouped_matmul_wgrad", dy=dy, x=g.value("x"), offsets=g.value("offsets"))
+        out["weight"] = g.op("grouped_matmul_wgrad", x=g.value("x"), **shared)
     return out
 
 
 def _dgrad_infer(specs, attrs):
     dy, w = specs["dy"], specs["weight"]
-    _operands("grouped_matmul_dgrad", dy, "dy", specs, 1)
+    _operands("grouped_matmul_dgrad", dy, "dy", specs, 1, attrs["align"])
     return {"dx": TensorSpec((dy.shape[0], w.shape[2]), dy.dtype)}
 
 
@@ -95,6 +105,7 @@ def _wgrad_infer(specs, attrs):
         specs["offsets"],
         specs.get("accumulate"),
     )
+    positive(op, "align", attrs["align"])
     same_dtype(op, dy=dy, x=x)
     demand(dy.rank == 2 and x.rank == 2 and dy.shape[0] == x.shape[0], op, "dy", dy, f"must have as many rows as x {x}")
     experts = offsets.shape[0] if offsets.rank == 1 else None
@@ -121,7 +132,7 @@ def _flops(i, o, a):
     return 2 * size_product(rows.shape) * size_product(other.shape[1:])
 
 
-_MATMUL = {"kind": "matmul", "flops": _flops, "host_sync": True}
+_MATMUL = {"kind": "matmul", "attrs": {"align": 1}, "flops": _flops, "host_sync": True}
 
 OPS = (
     Op(

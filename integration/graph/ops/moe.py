@@ -32,7 +32,7 @@ def capacity(tokens: Size, slots: Size, experts: int, align: int) -> Size:
     return size_of((tokens, slots), plus=experts * (align - 1))
 
 
-def _positive(op: str, field: str, value: object) -> None:
+def positive(op: str, field: str, value: object) -> None:
     shown = value if isinstance(value, int | float | str | None) else type(value).__name__
     demand(type(value) is int and value > 0, op, field, shown, "must be a positive int")
 
@@ -55,7 +55,7 @@ def _group_infer(specs, attrs):
     op, expert_map = "group_by_expert", specs["expert_map"]
     _map(op, "expert_map", expert_map)
     for field in ("num_experts", "align"):
-        _positive(op, field, attrs[field])
+        positive(op, field, attrs[field])
     ends = TensorSpec((attrs["num_experts"],), "int32")
     return {"counts": ends, "offsets": ends, "row_map": expert_map}
 
@@ -103,7 +103,7 @@ def _tokens_infer(specs, attrs):
     op, expert_map = "tokens_per_expert", specs["expert_map"]
     _map(op, "expert_map", expert_map)
     for field in ("num_experts", "sequences"):
-        _positive(op, field, attrs[field])
+        positive(op, field, attrs[field])
     check_padding(op, specs, expert_map.shape[0])
     return {"tokens": TensorSpec((attrs["sequences"], attrs["num_experts"]), "float32")}
 
@@ -145,7 +145,7 @@ def _places(op: str, specs, attrs) -> Size:
     """Checks row_map, counts, offsets and align; returns the number of rows."""
     row_map, counts, offsets = specs["row_map"], specs["counts"], specs["offsets"]
     _map(op, "row_map", row_map)
-    _positive(op, "align", attrs["align"])
+    positive(op, "align", attrs["align"])
     ok = offsets.rank == 1 and offsets.dtype == "int32" and isinstance(offsets.shape[0], int) and offsets.shape[0] > 0
     demand(ok, op, "offsets", offsets, "must be int32 [experts]")
     demand(counts == offsets, op, "counts", counts, f"must be like offsets {offsets}")

@@ -6,7 +6,6 @@ is a sum over a row, gives a row to each block."""
 
 from __future__ import annotations
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.arch.nvvm_wrappers import inline_ptx
@@ -54,7 +53,7 @@ def gradients(dy, gate, up, clamp: float | None, weight):
     dy = dy if weight is None else d.mul(dy, weight)
     dgate, dup = d.mul(d.mul(dy, up), slope), d.mul(dy, value)
     if closed is not None:
-        dgate, dup = (cutlass.select_(ok, v, Float32(0.0)) for ok, v in zip(closed, (dgate, dup), strict=True))
+        dgate, dup = (d.select(ok, v, Float32(0.0)) for ok, v in zip(closed, (dgate, dup), strict=True))
     return dgate, dup, dweight
 
 
@@ -191,7 +190,7 @@ def backward_with_weights(
         for c in range((r.vectors + (threads - 1)) // threads):
             vector = c * threads + thread
             own = [(vector * 16, r.ok(vector < r.vectors, vector))]
-            total = d.add(total, _backward_vectors(r, x, dy, at, own, clamp, factor, write=dx))
+            total = d.add(total, _backward_vectors(r, x, dy, at, own, clamp, factor, write=dx, keep=True))
         (total,) = groups.sum((total,), scratch, Int32(0), 0)
         number = kind.words([total] * kind.per_word)[0]
         w.write_piece(to_weight + row * kind.itemsize, number, kind.itemsize, thread == 0)

@@ -40,7 +40,7 @@ class Bins:
         warp = Int64(cute.arch.block_idx()[0]) * WARPS + cute.arch.thread_idx()[0] // d.WARP
         rounds = (slots + (warps * d.WARP - 1)) // (warps * d.WARP)
         end = (warp + 1) * rounds * d.WARP
-        return warp * rounds * d.WARP + cute.arch.lane_idx(), cutlass.select_(end < slots, end, slots), Int32(rounds)
+        return warp * rounds * d.WARP + cute.arch.lane_idx(), d.select(end < slots, end, slots), Int32(rounds)
 
     def of(self, expert_map, mask, slot, end):
         """The bin of a slot; that of no expert from ``end`` on."""
@@ -51,7 +51,7 @@ class Bins:
             kept = kept & (Int32(w.read_piece(mask + slot // self.slots, 1, there)) == 0)
         if self.sequences > 1:
             expert = Int32(slot // self.slots % self.sequences) * self.experts + expert
-        return cutlass.select_(kept, expert, Int32(self.count))
+        return d.select(kept, expert, Int32(self.count))
 
     def batch(self, expert_map, mask, slot, end) -> list:
         """(slot, bin) of rounds that are read at once."""
@@ -158,7 +158,7 @@ class Held:
         numbers = [Int32(w.read_piece(held + (Int64(b) * self.bins + bin) * 4, 4, b < blocks)) for b in own]
         for b, number in zip(own, numbers, strict=True):
             total = total + number
-            front = front + cutlass.select_(b < block, number, Int32(0))
+            front = front + d.select(b < block, number, Int32(0))
         return total, front
 
     def over_parts(self, table, bin):
@@ -224,7 +224,7 @@ class Place:
         ends = _table(storage, 1, self.experts)[0, None]
         slots = Int64(mMap.shape[0])
         self.bins.count_warps(table, w.address(mMap), Int64(0), slots)
-        self.held.sum(held, cutlass.select_(blocks > 1, blocks, Int32(0)), block, totals, fronts)
+        self.held.sum(held, d.select(blocks > 1, blocks, Int32(0)), block, totals, fronts)
         for expert in cutlass.range(thread, self.experts, THREADS):
             self.gather(table, totals, ends, expert, blocks)
         cute.arch.sync_threads()
@@ -244,7 +244,7 @@ class Place:
         own = table[0, expert]
         for warp in range(1, WARPS):
             own = own + table[warp, expert]
-        count = cutlass.select_(blocks > 1, self.held.over_parts(totals, expert), own)
+        count = d.select(blocks > 1, self.held.over_parts(totals, expert), own)
         totals[0, expert] = count
         ends[expert] = (count + (self.align - 1)) // self.align * self.align
 
@@ -257,7 +257,7 @@ class Place:
         end = total
         for offset in (1, 2, 4, 8, 16):
             before = cute.arch.shuffle_sync(end, cutlass.max(lane - offset, Int32(0)))
-            end = end + cutlass.select_(lane >= offset, before, Int32(0))
+            end = end + d.select(lane >= offset, before, Int32(0))
         end = end - total
         for i in cutlass.range_constexpr(self.each):
             expert = lane * self.each + i
@@ -293,7 +293,7 @@ class Place:
             cute.arch.sync_warp()
             put_if(before == 0, next_row, bin, row + all_)
             cute.arch.sync_warp()
-            w.write_words(to_rows + at * 4, [Uint32(cutlass.select_(bin < self.experts, row, Int32(-1)))], at < end)
+            w.write_words(to_rows + at * 4, [Uint32(d.select(bin < self.experts, row, Int32(-1)))], at < end)
 
 
 def place(arch: str, *, experts: int, align: int):

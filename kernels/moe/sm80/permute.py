@@ -53,7 +53,7 @@ class Padding:
             self.numbers.put(to_numbers, row, cutlass.Uint32(0), thread == 0)
 
 
-def _tensors(dtype: str, width: int, access: int, slots: int, weight: str | None, align: int, experts: int) -> tuple:
+def tensors(dtype: str, width: int, access: int, slots: int, weight: str | None, align: int, experts: int) -> tuple:
     """(x or dy, row_map, counts, offsets, probs) to compile from."""
     tokens, kind = cute.sym_int(), w.Packed(dtype)
     ends = [d.fake_vector("int32" if align > 1 else None, experts) for _ in range(2)]
@@ -105,6 +105,10 @@ class Spread:
         to_numbers: Int64,
         stream,
     ):
+        self.start(mX, mMap, mCounts, mOffsets, mProbs, to_rows, to_numbers, stream)
+
+    def start(self, mX, mMap, mCounts, mOffsets, mProbs, to_rows, to_numbers, stream) -> None:
+        """The launch, from a host function."""
         grid = [self.rows.blocks(mX.shape[0]) + self.padding.blocks, 1, 1]
         kernel = self.kernel(mX, mMap, mCounts, mOffsets, mProbs, to_rows, to_numbers)
         kernel.launch(grid=grid, block=[self.rows.threads, 1, 1], stream=stream)
@@ -117,7 +121,7 @@ class Spread:
         mCounts: cute.Tensor | None,
         mOffsets: cute.Tensor | None,
         mProbs: cute.Tensor | None,
-        to_rows: Int64,
+        to_rows,
         to_numbers: Int64,
     ):
         block = cute.arch.block_idx()[0]
@@ -168,7 +172,7 @@ def spread(
     ``access`` bytes divide rows and what lies between them. ``threads`` of a block at most, ``vectors`` of a thread;
     ``streaming``: L2 may drop what is written first."""
     work = Spread(dtype, width, access, slots, weight, weighted, numbers, experts, align, threads, vectors, streaming)
-    given = _tensors(dtype, width, access, slots, weight, align, experts)
+    given = tensors(dtype, width, access, slots, weight, align, experts)
     return cute.compile(work.launch, *given, Int64(0), Int64(0), d.fake_stream(), options=d.OPTIONS)
 
 
@@ -432,6 +436,6 @@ def spread_dots(
     offsets [experts] where they are looked at else None, probs [tokens, slots] of ``weight``, rows, addresses of drows,
     which is written where ``spread``, and of dprobs); other constants as ``spread`` has them."""
     work = SpreadDots(dtype, width, access, slots, weight, spread, experts, align, threads, streaming)
-    given = _tensors(dtype, width, access, slots, weight, align if spread else 1, experts)
+    given = tensors(dtype, width, access, slots, weight, align if spread else 1, experts)
     rows = d.fake_rows(dtype, cute.sym_int(), width, access // w.Packed(dtype).itemsize)
     return cute.compile(work.launch, *given, rows, Int64(0), Int64(0), d.fake_stream(), options=d.OPTIONS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.arch.nvvm_wrappers import inline_ptx
 from cutlass.memory import SmemAllocator
 
 from ...common import device as d
@@ -19,28 +18,39 @@ from ...common.row_tiles import put_if
 WARPS = 4  # of a block
 NOBODY = 1 << 20  # behind every expert
 _LOG2_E = 1.4426950408889634
-_LOG2_E_LOW = 1.925963033500e-08  # what float32 leaves of it
-_LN_2 = 0.6931471805599453
+_LN_2, _LN_2_LOW = 0.693145751953125, 1.4286068203094172e-06  # the first times a small integer is exact
+_LEAST = -104.0  # e^x is 0 in float32
+_ROUNDS = 12582912.0  # 1.5 * 2^23: added, it leaves an integer in the low bits
 
 
 def exp(x):
-    """e^x with a relative error of about 2^-22, for x in [-200, 88] and NaN."""
-    power = d.mul(x, _LOG2_E)
-    rest = d.fma(x, _LOG2_E_LOW, d.fma(x, _LOG2_E, d.mul(power, -1.0)))
-    value = inline_ptx("ex2.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[power])
-    return d.fma(value, d.mul(rest, _LN_2), value)
+    """e^x with a relative error of 2^-23.8, for x in [-104, 88] and NaN: 2^n times the Taylor series of degree 7 of the
+    rest, which is at most ln 2 / 2. The GPU's own power of two is off by up to 2^-22, and sums of scores by as much."""
+    shifted = d.fma(x, _LOG2_E, _ROUNDS)
+    n = d.add(shifted, -_ROUNDS)
+    rest = d.fma(n, -_LN_2_LOW, d.fma(n, -_LN_2, x))
+    value = Float32(1.0 / 5040)
+    for factorial in (720, 120, 24, 6, 2, 1, 1):
+        value = d.fma(value, rest, 1.0 / factorial)
+    power = Int32(w.bits_of(shifted)) - Int32(0x4B400000)
+    half = power >> Int32(1)  # two powers of two, for results below the normal numbers
+    return d.mul(d.mul(value, _power(half)), _power(power - half))
+
+
+def _power(n):
+    return w.float_of(Uint32((n + Int32(127)) << Int32(23)))
 
 
 def sigmoid(x):
     """1 / (1 + e^-x), below x = -88 what it is there: 6e-39."""
-    return d.div(1.0, d.add(1.0, exp(d.smallest(d.largest(d.mul(x, -1.0), -200.0), 88.0))))
+    return d.div(1.0, d.add(1.0, exp(d.smallest(d.largest(d.mul(x, -1.0), _LEAST), 88.0))))
 
 
 def ordered(score):
     """An Uint32 above 0 that grows with a float32 number; NaN is the largest, zeros are equal."""
     bits = w.bits_of(d.add(score, 0.0))
-    key = cutlass.select_(Int32(bits) < 0, bits ^ Uint32(0xFFFFFFFF), bits | Uint32(0x80000000))
-    return cutlass.select_(key == Uint32(0), Uint32(1), key)
+    key = d.select(Int32(bits) < 0, bits ^ Uint32(0xFFFFFFFF), bits | Uint32(0x80000000))
+    return d.select(key == Uint32(0), Uint32(1), key)
 
 
 class Tokens:
@@ -86,7 +96,7 @@ class Tokens:
     def only(self, values: list, lane, otherwise: float) -> list:
         """Values of experts, ``otherwise`` at places without one."""
         return [
-            v if ok is True else cutlass.select_(ok, v, Float32(otherwise))
+            v if ok is True else d.select(ok, v, Float32(otherwise))
             for v, (_, ok) in zip(values, self.mine(lane), strict=True)
         ]
 
@@ -102,7 +112,7 @@ class Tokens:
         for v in values[1:]:
             largest = d.largest(largest, v)
         largest = self.over_lanes(largest, d.largest)
-        powers = [exp(d.largest(d.add(v, d.mul(largest, -1.0)), -200.0)) for v in values]
+        powers = [exp(d.largest(d.add(v, d.mul(largest, -1.0)), _LEAST)) for v in values]
         return powers, largest
 
     def whole_softmax(self, values: list, lane) -> tuple:
@@ -119,17 +129,17 @@ class Tokens:
         ``held``: whether this is one. ``largest`` and ``total`` are those of a softmax over all experts."""
         zero = Float32(0.0)
         if self.score == "sigmoid":
-            s = cutlass.select_(held, sigmoid(x), zero)
+            s = d.select(held, sigmoid(x), zero)
             if self.topk == 1:
                 return s, s, None
             total = d.add(self.over_lanes(s, d.add), 1e-20)
             return d.div(s, total), s, total
         if self.score == "pre_softmax":
-            p = d.div(exp(d.largest(d.add(x, d.mul(largest, -1.0)), -200.0)), total)
-            p = cutlass.select_(held, p, zero)
+            p = d.div(exp(d.largest(d.add(x, d.mul(largest, -1.0)), _LEAST)), total)
+            p = d.select(held, p, zero)
             return p, p, None
-        (power,), _ = self.powers([cutlass.select_(held, x, Float32(float("-inf")))])
-        power = cutlass.select_(held, power, zero)
+        (power,), _ = self.powers([d.select(held, x, Float32(float("-inf")))])
+        power = d.select(held, power, zero)
         p = d.div(power, self.over_lanes(power, d.add))
         return p, p, None
 
@@ -182,19 +192,19 @@ class Router(Tokens):
                     for s, (expert, ok) in zip(scores, self.mine(lane), strict=True)
                 ]
         keys = [
-            k if ok is True else cutlass.select_(ok, k, Uint32(0))
+            k if ok is True else d.select(ok, k, Uint32(0))
             for k, (_, ok) in zip(map(ordered, scores), self.mine(lane), strict=True)
         ]
         if self.groups:
             open_ = self.open_groups(scores, table[warp, None], lane)
             keys = [
-                cutlass.select_(self.is_open(open_, expert), k, Uint32(0))
+                d.select(self.is_open(open_, expert), k, Uint32(0))
                 for k, (expert, _) in zip(keys, self.mine(lane), strict=True)
             ]
         chosen = Int32(0)
         for slot in range(self.topk):
             expert, keys = self.take(keys, lane)
-            chosen = cutlass.select_(lane == slot, expert, chosen)
+            chosen = d.select(lane == slot, expert, chosen)
         held = lane < self.topk
         p, _, _ = self.weights(self.number(row, chosen, there & held), held, largest, total)
         p = p if self.scale is None else d.mul(p, self.scale)
@@ -210,14 +220,14 @@ class Router(Tokens):
         """(the expert with the largest key, the lowest of equal ones; the keys without it)."""
         best = keys[0]
         for k in keys[1:]:
-            best = cutlass.select_(best < k, k, best)
-        best = cute.arch.warp_redux_sync(best, "max")
+            best = d.select(best < k, k, best)
+        best = cute.arch.warp_redux_sync(best, "umax")
         expert = Int32(NOBODY)
         for k, (mine, _) in reversed(list(zip(keys, self.mine(lane), strict=True))):
-            expert = cutlass.select_(k == best, mine, expert)
+            expert = d.select(k == best, mine, expert)
         expert = cute.arch.warp_redux_sync(expert, "min")
         return expert, [
-            cutlass.select_(mine == expert, Uint32(0), k) for k, (mine, _) in zip(keys, self.mine(lane), strict=True)
+            d.select(mine == expert, Uint32(0), k) for k, (mine, _) in zip(keys, self.mine(lane), strict=True)
         ]
 
     # ---- groups
@@ -231,13 +241,13 @@ class Router(Tokens):
             put_if(ok, table, expert, score)
         cute.arch.sync_warp()
         total = self.sum_of_best(table, lane)
-        key = cutlass.select_(lane < self.groups, ordered(total), Uint32(0))
+        key = d.select(lane < self.groups, ordered(total), Uint32(0))
         open_ = Uint32(0)
         for _ in range(self.kept):
-            best = cute.arch.warp_redux_sync(key, "max")
-            group = cute.arch.warp_redux_sync(cutlass.select_(key == best, lane, Int32(NOBODY)), "min")
+            best = cute.arch.warp_redux_sync(key, "umax")
+            group = cute.arch.warp_redux_sync(d.select(key == best, lane, Int32(NOBODY)), "min")
             open_ = open_ | (Uint32(1) << Uint32(group))
-            key = cutlass.select_(lane == group, Uint32(0), key)
+            key = d.select(lane == group, Uint32(0), key)
         return open_
 
     @cute.jit

@@ -79,7 +79,7 @@ class Backward:
                 self.write_row(place, kept[1], weight, held, inverse, average, averages, dx)
             inverse, average = next_inverse, next_average
             filled = stage
-            stage = cutlass.select_(stage + 1 < stages, stage + 1, Int32(0))
+            stage = d.select(stage + 1 < stages, stage + 1, Int32(0))
             buffer = 1 - buffer
         if const_expr(partials is not None):
             if const_expr(stages):

@@ -92,7 +92,7 @@ class Forward:
                 ok = self.tiles.row_ok(row, count)
                 self.finish(loaded, vectors, held, outputs, eps, scratch, row, ok, group, thread, buffer)
                 filled = stage
-                stage = cutlass.select_(stage + 1 < stages, stage + 1, Int32(0))
+                stage = d.select(stage + 1 < stages, stage + 1, Int32(0))
                 if const_expr(not self.layer):
                     buffer = 1 - buffer  # layer_norm uses both in each row
 
@@ -148,7 +148,7 @@ class Forward:
                 v = v if average is None else d.add(v, -average)
                 part = d.fma(v, v, part)
             inside = tiles.vector_ok(c, thread)
-            squares.append(part if average is None or inside is True else cutlass.select_(inside, part, Float32(0.0)))
+            squares.append(part if average is None or inside is True else d.select(inside, part, Float32(0.0)))
         (partial,) = tiles.groups.sum((functools.reduce(d.add, squares),), scratch, group, buffer)
         return average, d.rsqrt(d.add(d.mean(partial, width), eps))
 

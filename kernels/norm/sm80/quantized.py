@@ -74,7 +74,7 @@ class ForwardQuantize(Forward):
                 tiles.both(ok, tiles.vector_ok(c, thread)),
             )
             if there is not True:  # what lies behind the end counts nothing
-                values = [cutlass.select_(there, v, Float32(0.0)) for v in values]
+                values = [d.select(there, v, Float32(0.0)) for v in values]
             rounded = d.rounded(values, h.element_type)
             if y is not None:
                 tiles.write(y[row, None], c, thread, ok, rounded, self.streaming)
@@ -96,13 +96,7 @@ class ForwardQuantize(Forward):
 
     def block_scale(self, words, scale_inv, row, index, ok):
         """What the values of this thread's block are multiplied by; the first lane of the block writes scale_inv."""
-        packed, (size,) = self.packed, self._largest(words)
-        offset = self.lanes // 2
-        while offset:
-            size = packed.largest(size, cute.arch.shuffle_sync_bfly(size, offset=offset))
-            offset //= 2
-        parts = packed.floats([size])
-        amax = parts[0] if len(parts) == 1 else fp8.larger(*parts)
+        amax = fp8.block_amax(self.packed, words, self.lanes)
         block, first = index // self.lanes, index % self.lanes == 0
         there = self.tiles.both(ok, first & (block < self.across))
         if self.kind == fp8.BLOCK:
@@ -117,13 +111,6 @@ class ForwardQuantize(Forward):
             at = scale_inv + row * self.across + block
         w.write_piece(at, Uint32(exponent), 1, there)
         return factor
-
-    def _largest(self, words) -> list:
-        """The largest magnitudes of a thread's values, as one word."""
-        sizes = self.packed.magnitudes(words)
-        while len(sizes) > 1:
-            sizes = [self.packed.largest(a, b) for a, b in zip(sizes[::2], sizes[1::2], strict=True)]
-        return sizes
 
 
 class TransposedQuantize:
@@ -176,7 +163,7 @@ class TransposedQuantize:
                 for at in numbers[2:]
             )
             values = affine(self.packed.floats(read[i]), average, inverse, *vectors, self.offset)
-            result.append([cutlass.select_(ok, word, Uint32(0)) for word in self.packed.words(values)])
+            result.append([d.select(ok, word, Uint32(0)) for word in self.packed.words(values)])
         return result
 
     def vector(self, kind, at, column, ok):

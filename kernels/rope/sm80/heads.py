@@ -135,7 +135,7 @@ class Heads:
         if turned in (0, units):
             return unit, unit + units
         behind = unit >= turned
-        return cutlass.select_(behind, unit + turned, unit), cutlass.select_(behind, unit + units, unit + turned)
+        return d.select(behind, unit + turned, unit), d.select(behind, unit + units, unit + turned)
 
     def has(self, place: Place, kind: int):
         """Whether a slot has a head of ``kind``: queries all have, keys and values the first ones."""
@@ -207,7 +207,7 @@ class Heads:
                 for i, x in enumerate(a[u]):
                     parts[i % 2] = parts[i % 2] + x if b is None else d.fma(x, b[u][i], parts[i % 2])
                 part = parts[0] + parts[1]
-                result = result + (part if own is True else cutlass.select_(own, part, Float32(0.0)))
+                result = result + (part if own is True else d.select(own, part, Float32(0.0)))
             results.append(result)
         return self.groups.sum(tuple(results), None, 0, 0)
 
@@ -243,7 +243,7 @@ class Heads:
                 s = -s if self.inverse else s
                 y[a], y[b] = x[a] * c - x[b] * s, x[b] * c + x[a] * s
             if self.span.turned < self.span.units:
-                y = [cutlass.select_(unit < self.span.turned, new, old) for new, old in zip(y, x, strict=True)]
+                y = [d.select(unit < self.span.turned, new, old) for new, old in zip(y, x, strict=True)]
             found.append(y)
         return found
 

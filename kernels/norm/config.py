@@ -97,7 +97,7 @@ def quantize_knobs(rows: Rows, held: int) -> ForwardKnobs:
     made = forward_knobs(rows, 0)
     threads = max(made.threads, 128 // rows.step)
     hold = 0 < held * rows.step * rows.chunks(threads) <= 64 and threads <= 512
-    return ForwardKnobs(threads=threads, rows=max(1, 128 // threads), hold_weight=hold)
+    return ForwardKnobs(threads=threads, rows=_rows_at_once(threads), hold_weight=hold)
 
 
 def _threads(vectors: int, chunks: int) -> int:
@@ -112,7 +112,13 @@ def forward_knobs(rows: Rows, nbytes: int) -> ForwardKnobs:
     """One block for each tile: about four vectors of 16 bytes a thread, so that registers leave room for 32 warps or more. Where L2
     would not keep a result of ``nbytes`` anyhow it is streamed past it (H200, 16384x4096 bfloat16: 67.0 us instead of 70.1)."""
     threads = _threads(rows.vectors, 4)
-    return ForwardKnobs(threads=threads, rows=max(1, 128 // threads), streaming=nbytes >= STREAMED)
+    return ForwardKnobs(threads=threads, rows=_rows_at_once(threads), streaming=nbytes >= STREAMED)
+
+
+def _rows_at_once(threads: int) -> int:
+    """Rows of a block of about 128 threads. Rows of several warps wait at barriers that are numbered at run time, so
+    that a block holds all 16, and an SM has them for four blocks: such a row has its block alone."""
+    return max(1, 128 // threads) if threads <= WARP else 1
 
 
 def backward_knobs(rows: Rows, arch: Arch) -> BackwardKnobs:

@@ -1,12 +1,19 @@
 """Everything here needs one CUDA device; without one the whole folder is skipped, and that is said."""
 
+import contextlib
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 
+from layerplan.integration.engines.packages import locate
 from tests.gpu.memory import release
+
+if torch.cuda.is_available() and locate("transformer_engine").here:
+    # Megatron imports it, and it cannot be imported once torch has loaded cuDNN; without it their tests fail themselves
+    with contextlib.suppress(ImportError, OSError):
+        import transformer_engine.pytorch  # noqa: F401
 
 HERE = Path(__file__).parent
 LIMIT_S = 120

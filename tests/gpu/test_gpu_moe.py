@@ -266,15 +266,16 @@ def test_logits_that_are_nan_or_hidden_still_give_different_experts_to_each_slot
 
 
 def test_a_router_and_its_gradient_through_the_functional_api():
-    logits = torch.randn(515, 64, generator=_gen(), device="cuda", requires_grad=True)
+    logits = torch.randn(515, 64, generator=_gen(), device="cuda")
     dy, found = torch.randn(515, 6, generator=_gen(1), device="cuda"), []
-    for engine in ("moe/cute", "reference/eager"):
-        probs, experts = ops.router(logits, topk=6, score_function="softmax", engine=engine)
-        found.append((experts, probs.detach(), *torch.autograd.grad((probs * dy).sum(), logits)))
-    (ours, *values), (expected, *others) = found
+    for engine, dtype in (("moe/cute", torch.float32), ("reference/eager", torch.float32), ("reference/eager", torch.float64)):
+        leaf = logits.to(dtype).requires_grad_()
+        probs, experts = ops.router(leaf, topk=6, score_function="softmax", engine=engine)
+        found.append((experts, probs.detach(), *torch.autograd.grad((probs * dy).sum(), leaf)))
+    (ours, *values), (expected, *peers), (_, *exact) = found
     oracle.equal(ours, expected, "experts of different logits")
-    for name, a, b in zip(("probs", "dlogits"), values, others, strict=True):
-        oracle.compare(a, b.double(), b, name)
+    for name, a, truth, peer in zip(("probs", "dlogits"), values, exact, peers, strict=True):
+        oracle.compare(a, truth, peer, name)
 
 
 # ---- more than 2^31 elements -----------------------------------------------------------------------------------------

@@ -405,6 +405,9 @@ def unpermute(rows: Tensor, permuted: Permuted, probs: Tensor | None = None, *, 
     if not isinstance(rows, Tensor):
         raise TypeError(f"unpermute: rows = {type(rows).__name__}: must be a torch.Tensor")
     slots, experts = permuted.row_map.numel(), permuted.offsets.numel()
+    if isinstance(permuted.rows, Tensor) and rows.dim() and rows.shape[0] != permuted.rows.shape[0]:
+        raise ValueError(f"unpermute: rows {list(rows.shape)}: must be as many as permute made, {permuted.rows.shape[0]} "
+                         f"for {slots} slots of {experts} experts")  # fmt: skip
     padding, left = divmod(rows.shape[0] - slots if rows.dim() else -1, max(experts, 1))
     if padding < 0 or left:
         raise ValueError(f"unpermute: rows {list(rows.shape)}: must be [c, h] as permute made them, "

@@ -69,6 +69,9 @@ class Settings:
                 problems.append(f"{name} = {env[name]!r}: must be one of {', '.join((*_TRUE, *_FALSE))}")
             return value in _TRUE
 
+        cache = env.get("LAYERPLAN_CACHE", "").strip() or None
+        problems += [f"LAYERPLAN_CACHE = {cache!r}: {part} lies in a home folder that is not known here; write the path out"
+                     for part in (cache or "").split(os.pathsep) if part.strip() and _folder(part) is None]  # fmt: skip
         made = Settings(
             check=flag("LAYERPLAN_CHECK"),
             policy=choice("LAYERPLAN_POLICY", POLICIES, "auto"),
@@ -76,7 +79,7 @@ class Settings:
             log=choice("LAYERPLAN_LOG", LOG_LEVELS, "warning"),
             records=env.get("LAYERPLAN_RECORDS", "").strip() or None,
             nvtx=flag("LAYERPLAN_NVTX"),
-            cache=env.get("LAYERPLAN_CACHE", "").strip() or None,
+            cache=cache,
         )
         if problems:
             raise SettingsError("\n".join(problems))
@@ -100,13 +103,19 @@ def cache_folders(env: Mapping[str, str] | None = None) -> tuple[Path, ...]:
     ``layerplan/kernels`` in the user's cache folder (XDG_CACHE_HOME, or ``~/.cache``); empty where a user has no home."""
     env = os.environ if env is None else env
     if given := env.get("LAYERPLAN_CACHE", "").strip():
-        return tuple(Path(part).expanduser().absolute() for part in given.split(os.pathsep) if part.strip())
+        return tuple(f for part in given.split(os.pathsep) if part.strip() and (f := _folder(part)) is not None)
     user = env.get("XDG_CACHE_HOME", "")
     if not user.startswith("/"):  # a relative one is to be ignored, by that standard
         if not env.get("HOME"):
             return ()
         user = os.path.join(env["HOME"], ".cache")
     return (Path(user, "layerplan", "kernels"),)
+
+
+def _folder(part: str) -> Path | None:
+    """None for a ``~`` whose folder is not known: ``Settings`` refuses it."""
+    path = os.path.expanduser(part)
+    return None if path.startswith("~") else Path(path).absolute()
 
 
 def compiler_environment(chip: str, path: str, env: Mapping[str, str] | None = None) -> dict[str, str]:

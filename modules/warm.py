@@ -28,8 +28,9 @@ def warm(model: torch.nn.Module, shapes: Mapping[str, Any] | Sequence[Mapping[st
     ``shapes``: one call of ``model`` or several, each a mapping from names of its arguments to ``(sizes, dtype)``, such
     as ``{"x": ((8192, 4096), torch.bfloat16)}``; other values are passed as they are. Other sizes of one shape class
     (token counts between two powers of two) need no call of their own. In training mode with grad mode on, backward is
-    made ready too, with and without a gradient of the floating-point arguments, but for a forward that the model runs again inside of its backward (full recomputation): its plans
-    are made there. What is ready holds for the mode, the policy and the parameters' dtypes that are in force now.
+    made ready too, with and without a gradient of the floating-point arguments, but for a forward that the model runs
+    again inside of its backward (full recomputation): its plans are made there. What is ready holds for the mode, the
+    policy and the parameters' dtypes that are in force now.
 
     The model's Python code runs on tensors without contents: what depends on its inputs is not computed, and no
     parameter, buffer, gradient or random state changes. What it makes of nothing, such as a rotary table, is real: it
@@ -41,7 +42,10 @@ def warm(model: torch.nn.Module, shapes: Mapping[str, Any] | Sequence[Mapping[st
     modules = [m for m in model.modules() if isinstance(m, PlannedModule)]
     if not modules:
         raise ValueError(f"warm: model = {type(model).__name__}: holds no layerplan module: nothing is to be prepared")
-    calls = [shapes] if isinstance(shapes, Mapping) else list(shapes)
+    calls = [shapes] if isinstance(shapes, Mapping) else list(shapes) if isinstance(shapes, Sequence) else []
+    if not calls or not all(isinstance(call, Mapping) for call in calls):
+        shown = type(shapes).__name__ if calls or not isinstance(shapes, Sequence) else "no call"
+        raise ValueError(f"warm: shapes = {shown}: must be a mapping from argument names to (sizes, dtype), or several in a list")
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     stands: list[_Stand] = []
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -51,11 +55,11 @@ def warm(model: torch.nn.Module, shapes: Mapping[str, Any] | Sequence[Mapping[st
             arguments = {name: _stand_in(name, value, device, fake) for name, value in call.items()}
             torch.func.functional_call(model, buffers, (), arguments)
             # plans differ by what needs a gradient: the first layers' input does not, a later pipeline stage's does
-            numbers = [t for t in arguments.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
-            if numbers and model.training and torch.is_grad_enabled():
+            floats = {n: t for n, t in arguments.items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
+            if floats and model.training and torch.is_grad_enabled():
                 with fake:
-                    needing = {n: torch.empty_like(t, requires_grad=True) if any(t is x for x in numbers) else t for n, t in arguments.items()}
-                torch.func.functional_call(model, buffers, (), needing)
+                    leaves = {n: torch.empty_like(t, requires_grad=True) for n, t in floats.items()}
+                torch.func.functional_call(model, buffers, (), arguments | leaves)
     regions = {
         (r.region.key(), r.engine, r.offer.knobs, arch): r
         for stand in stands for _, arch, r in stand.runner.regions() if r.engine != "runner"
@@ -72,7 +76,8 @@ def _stand_in(name: str, value: Any, device: torch.device, fake: FakeTensorMode)
         return value
     sizes, dtype = value
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(dtype, torch.dtype) or not all(isinstance(n, int) and n >= 0 for n in sizes):
+    fits = isinstance(sizes, Sequence) and all(type(n) is int and n >= 0 for n in sizes)
+    if not isinstance(dtype, torch.dtype) or not fits:
         raise ValueError(f"warm: {name} = {value}: must be (sizes, dtype), such as ((8192, 4096), torch.bfloat16)")
     with fake:
         return torch.empty(sizes, dtype=dtype, device=device)

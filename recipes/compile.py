@@ -14,7 +14,7 @@ from ..integration.plan_cache.ahead import CACHED, COMPILED, FAILED, KEPT, NOT_A
 from ..integration.plan_cache.disk import Store
 from ..integration.planner.planner import PlannedRegion, plan
 from ..integration.planner.text import aligned
-from .config import Recipe, load_pins, load_records, refuse_without_plans
+from .config import Recipe, load_pins, load_records, refuse_unfit_world, refuse_without_plans
 from .estimate import workloads
 
 
@@ -75,6 +75,7 @@ def compile_recipe(recipe: Recipe, archs: Sequence[Arch], workers: int, folders:
 
     Raises ValueError where nothing can be compiled, PlanError and RecipeError as ``estimate_recipe``."""
     refuse_without_plans(recipe, "compiled")
+    refuse_unfit_world(recipe)
     began = time.monotonic()
     contexts = [
         (r.engine, BuildContext(r.region, arch, r.offer)) for arch in archs for r in planned_regions(recipe, arch)

@@ -575,6 +575,12 @@ def refuse_without_plans(recipe: Recipe, what: str) -> None:
         raise ValueError(f"plan.layers = {layers!r}: runs no plans that could be {what}; set plan.layers=layerplan")
 
 
+def refuse_unfit_world(recipe: Recipe, world: int | None = None) -> None:
+    """RecipeError where the layout or the batch does not fit ``world`` ranks (default: one data-parallel replica)."""
+    if problems := recipe.validate_world(world or recipe.parallel.replica):
+        raise RecipeError(problems)
+
+
 def folder_problems(recipe: Recipe) -> list[Problem]:
     """Folders that the run would write to and cannot: each is tried with an empty folder in it, or in what exists of it, that is
     removed again."""

@@ -20,7 +20,7 @@ from ..integration.planner.records import NONE, Records
 from ..integration.planner.shapes import SpecMaker
 from ..integration.planner.text import aligned
 from ..integration.planner.tune import Workload
-from .config import Recipe, load_pins, load_records
+from .config import Recipe, load_pins, load_records, refuse_unfit_world
 from .graphs import NEEDS_GRAD, graphs_of
 from .policies import policy_of, stages_of
 
@@ -185,8 +185,9 @@ def estimate_recipe(
     otherwise.
 
     Raises PlanError where the recipe's policy leaves a region without an engine or a pin of plan.file no longer fits,
-    RecipeError where plan.file or the records cannot be read.
+    RecipeError where the batch does not fit the ranks, or plan.file or the records cannot be read.
     """
+    refuse_unfit_world(recipe, world)
     pins = load_pins(recipe) if pins is None else pins
     records = load_records(recipe) if records is None else records
     start = time.perf_counter()
@@ -196,7 +197,7 @@ def estimate_recipe(
         planned.append(PlannedGraph(w.kind, w.name, made, w.times, sizes))
     planning_ms = (time.perf_counter() - start) * 1e3
     m, t, p = recipe.model, recipe.train, recipe.parallel
-    data = max(1, (world or p.replica) // (p.tensor * p.pipeline))
+    data = (world or p.replica) // (p.tensor * p.pipeline)
     micro_batches = t.global_batch // (t.micro_batch * data)
     outside = 0.0 if recipe.plan.loss_runs == "chunked" else _output_layer_seconds(recipe, arch, records)
     tokens = t.global_batch * m.seq_length

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..integration.engines.arch import Arch
 from ..integration.graph.ir import ITEMSIZE
 from ..modules.moe import receive_rows
-from .config import Recipe
+from .config import Recipe, refuse_unfit_world
 from .estimate import PlannedGraph, RecipePlan, estimate_recipe
 from .size import expert_parameters, layer_parameters
 from .walk import Again, Alike, Branch, Ledger, Storage, Use, Walk
@@ -55,10 +55,11 @@ def memory_estimate(recipe: Recipe, arch: Arch, world: int | None = None, planne
     are not in it. Layers that are not layerplan's are taken to save what ours do; Megatron's local attention also its
     scores. Raises what ``estimate_recipe`` raises.
     """
+    refuse_unfit_world(recipe, world)
     p, t = recipe.parallel, recipe.train
     planned = estimate_recipe(recipe, arch) if planned is None else planned
-    data = max(1, (world or p.replica) // (p.tensor * p.pipeline))
-    micro_batches = max(1, t.global_batch // (t.micro_batch * data))
+    data = (world or p.replica) // (p.tensor * p.pipeline)
+    micro_batches = t.global_batch // (t.micro_batch * data)
     static = _static(recipe, arch, data)
     peaks = []
     for first, last in {(True, p.pipeline == 1), (p.pipeline == 1, True)}:
@@ -126,7 +127,7 @@ def _what_makes_it_fit(recipe: Recipe, arch: Arch, most: int) -> str:
 
     def fits(section: str, **changes) -> bool:
         changed = dataclasses.replace(recipe, **{section: dataclasses.replace(getattr(recipe, section), **changes)})
-        return not changed.validate() and memory_estimate(changed, arch).total <= most
+        return not changed.validate() and not changed.validate_world(changed.parallel.replica) and memory_estimate(changed, arch).total <= most
 
     if recipe.plan.recompute != "full" and fits("plan", recompute="full"):
         found.append("plan.recompute=full")

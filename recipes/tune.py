@@ -11,7 +11,7 @@ from ..integration.planner import records as records_file
 from ..integration.planner.records import Records, RecordsError, gpu_name
 from ..integration.planner.tune import Tuned, tune
 from ..integration.settings import launcher_environment
-from .config import Recipe, load_records, refuse_without_plans
+from .config import Recipe, load_records, refuse_unfit_world, refuse_without_plans
 from .estimate import workloads
 
 
@@ -44,6 +44,7 @@ def tune_recipe(recipe: Recipe, out: Path, budget: float, device: str) -> Tuned:
 
 def _device(recipe: Recipe, device: str) -> torch.device:
     refuse_without_plans(recipe, "measured")
+    refuse_unfit_world(recipe)
     if device not in ("cuda", "cpu"):
         raise ValueError(f"--device = {device!r}: must be cuda or cpu")
     ranks = launcher_environment().get("WORLD_SIZE", "1")

@@ -32,6 +32,11 @@ class Entry:
     def is_reference(self) -> bool:
         return self.id.startswith("reference/")
 
+    @property
+    def module(self) -> str:
+        """The module that holds the engine."""
+        return self.target.partition(":")[0]
+
     def absent(self) -> str | None:
         """Why the engine cannot run in this environment, as far as that is known without importing anything; None where it can."""
         return next((why for n in self.needs if (why := absence(n)) is not None), None)
@@ -39,7 +44,7 @@ class Entry:
     def unusable(self) -> str | None:
         """Why the engine cannot run in this environment; None where it can. Imports its module, but not what that imports for a
         build: planning for a GPU elsewhere would take seconds."""
-        return self.absent() or import_error(self.target.partition(":")[0])
+        return self.absent() or import_error(self.module)
 
     def load(self):
         """The engine object; imports its module."""

@@ -60,6 +60,14 @@ class TopKRouter(PlannedModule, megatron_router.TopKRouter):
         if not self._planned:
             self.run_by_parent()
 
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] -> logits [s, b, experts]. Megatron's product cannot shape those of a rank without tokens: it gets
+        one of zeros, whose logits nobody reads."""
+        if input.numel():
+            return super().gating(input)
+        one = torch.nn.functional.pad(input.reshape(-1, input.shape[-1]), (0, 0, 0, 1))
+        return super().gating(one)[:0].reshape(*input.shape[:-1], self.num_experts)
+
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ..engines.packages import installed_version
-from .disk import SUFFIXES, Entry, Fault, clear_left_overs, place, read, remove, scan
+from .disk import TAKING, Entry, Fault, clear_left_overs, is_entry_file, place, read, remove, scan
 from .key import FORMAT, KernelError, label
 
 _MOST = 256 << 20  # bytes of one file that is taken from an archive: a hundred times what a kernel has
-_HEX = frozenset("0123456789abcdef")
 _COMING = 60.0  # seconds in which the files of an entry may still be coming into place
 
 
@@ -47,7 +46,7 @@ def read_archive(file: Path, folder: Path) -> tuple[list[Entry], list[Fault]]:
     already is left alone. KernelError for what is no tar file; OSError where the folder cannot be written."""
     taken, refused = [], []
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="layerplan-import-") as unpacked:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=TAKING) as unpacked:
         keys = _unpack(file, Path(unpacked), refused)
         for key in sorted(keys):
             if isinstance(read(folder, key, whole=True), Entry):
@@ -68,7 +67,7 @@ def _unpack(file: Path, folder: Path, refused: list[Fault]) -> set[str]:
         with tarfile.open(file, "r:") as tar:
             for member in tar:
                 name = Path(member.name)
-                if not (member.isreg() and member.name == name.name and _is_entry_file(name)):
+                if not (member.isreg() and member.name == name.name and is_entry_file(name)):
                     refused.append(Fault(name, "no file of an entry"))
                 elif member.size > _MOST:
                     refused.append(Fault(name, f"{member.size} bytes: larger than any kernel"))
@@ -78,10 +77,6 @@ def _unpack(file: Path, folder: Path, refused: list[Fault]) -> set[str]:
     except tarfile.TarError as error:
         raise KernelError(f"{file}: is no tar file of 'layerplan cache export': {error}") from None
     return keys
-
-
-def _is_entry_file(name: Path) -> bool:
-    return name.suffix in SUFFIXES and len(name.stem) == 64 and set(name.stem) <= _HEX
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

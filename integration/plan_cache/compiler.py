@@ -61,11 +61,16 @@ class Compiler:
             if self._process is None or again:
                 self._start()
             line = b""
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")
-                self._process.stdin.flush()
-                line = self._process.stdout.readline()
-            if line:
+            try:
+                with contextlib.suppress(BrokenPipeError):
+                    self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                    self._process.stdin.flush()
+                    line = self._process.stdout.readline()
+            except BaseException:  # interrupted: this answer would be taken for that of the next request
+                self._process.kill()
+                self._end()
+                raise
+            if line.endswith(b"\n"):
                 return json.loads(line)
             status, said = self._end()
             if status:  # it ends with 0 where nobody had asked for long

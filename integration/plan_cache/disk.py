@@ -25,6 +25,9 @@ from .key import FORMAT, digest
 from .lock import Lock
 
 SUFFIXES = (".o", ".so", ".json")
+_MAKING, TAKING = "layerplan-compile-", "layerplan-import-"  # temporary folders: a cache's folder may hold others'
+_HEX = frozenset("0123456789abcdef")
+_ROOM = 8 << 20  # bytes that the files of an entry find room in, with what the linker makes beside them
 _LEFT_OVER = 3600.0  # seconds after which a temporary folder or a lock is a dead process's: no compile takes that long
 
 
@@ -107,14 +110,16 @@ class Store:
 
     @contextlib.contextmanager
     def workshop(self) -> Iterator[Path]:
-        """An empty folder to make files in: on the file system of the first folder where that can be written."""
+        """An empty folder to make files in: on the file system of the first folder where that can be written and has
+        room, else where temporary files go."""
         root = None
         with contextlib.suppress(OSError, IndexError):
             root = self.folders[0] / "tmp"
             root.mkdir(parents=True, exist_ok=True)
             clear_left_overs(self.folders[0])
-        root = root if root is not None and os.access(root, os.W_OK) else None
-        with tempfile.TemporaryDirectory(dir=root, prefix="layerplan-", ignore_cleanup_errors=True) as folder:
+        if root is not None and not (os.access(root, os.W_OK) and shutil.disk_usage(root).free >= _ROOM):
+            root = None
+        with tempfile.TemporaryDirectory(dir=root, prefix=_MAKING, ignore_cleanup_errors=True) as folder:
             yield Path(folder)
 
 
@@ -192,18 +197,28 @@ def touch(entry: Entry) -> None:
 
 
 def scan(folder: Path, *, whole: bool = False) -> tuple[list[Entry], list[Fault]]:
-    """Every entry of a folder, the newest first, and every file of an entry that is not whole."""
+    """Every entry of a folder, the newest first, and every file of an entry that is not whole. Files without the name of
+    an entry's are somebody else's."""
     entries, faults = [], []
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    keys = sorted({f.stem for f in files if f.suffix in SUFFIXES})
+    files = sorted(f for f in folder.iterdir() if is_entry_file(f)) if folder.is_dir() else []
+    keys = sorted({f.stem for f in files})
     for key in keys:
         found = read(folder, key, whole=whole)
         if isinstance(found, Entry):
             entries.append(found)
         else:
             reason = found or "no JSON beside it: a compile was cut off before its end"
-            faults += [Fault(f, reason) for f in files if f.stem == key and f.suffix in SUFFIXES]
+            faults += [Fault(f, reason) for f in files if f.stem == key]
     return sorted(entries, key=lambda e: -e.used), faults
+
+
+def is_entry_file(file: Path) -> bool:
+    """Whether a file has the name of one of an entry's."""
+    return file.suffix in SUFFIXES and _is_key(file.stem)
+
+
+def _is_key(name: str) -> bool:
+    return len(name) == 64 and set(name) <= _HEX
 
 
 def remove(entry: Entry) -> None:
@@ -213,9 +228,11 @@ def remove(entry: Entry) -> None:
 
 
 def clear_left_overs(folder: Path) -> None:
-    """Removes temporary folders and locks of processes that are gone."""
-    workshops, locks = folder / "tmp", [f for f in folder.glob("*.lock") if not _young(f.with_suffix(".lease"))]
-    for old in (f for f in (*(workshops.iterdir() if workshops.is_dir() else ()), *locks) if not _young(f)):
+    """Removes temporary folders and locks of processes that are gone; by their names, since a cache may have been put
+    into a folder with other things."""
+    locks = [f for f in folder.glob("*.lock") if _is_key(f.stem) and not _young(f.with_suffix(".lease"))]
+    temporary = (*(folder / "tmp").glob(f"{_MAKING}*"), *folder.glob(f"{TAKING}*"))
+    for old in (f for f in (*temporary, *locks) if not _young(f)):
         with contextlib.suppress(OSError):
             if old.suffix == ".lock":
                 old.unlink()

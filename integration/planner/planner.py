@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from ..engines.arch import Arch
 from ..engines.contract import Decline, Offer, Pattern, Region
-from ..engines.manifest import BY_ID
+from ..engines.manifest import BY_ID, MANIFEST
 from ..graph.autodiff import Differentiated, accumulate_weight_grads, differentiate
 from ..graph.ir import Graph, Node
 from ..graph.ops.table import op_table
@@ -278,7 +278,7 @@ def _ways_out(policy: Policy, arch: Arch, candidates: Sequence[Candidate]) -> st
         ways.append("set the policy auto")
     if policy.deterministic and any(c.reason.startswith("policy is deterministic") for c in candidates):
         ways.append("do without deterministic")
-    asked = [BY_ID[c.engine] for c in candidates if policy.engine in (None, c.engine)]
-    if any(e.absent() for e in asked if arch.name in e.archs):
+    absent = {e.absent() for e in MANIFEST if arch.name in e.archs}
+    if any(c.reason in absent for c in candidates if policy.engine in (None, c.engine)):
         ways.append("install what the reasons name")
     return ", or ".join(ways) or "change what the reasons name"

@@ -18,6 +18,7 @@ from typing import Any
 from ..engines.arch import Arch
 from ..engines.contract import Decline, Engine, Offer, Pattern, Region
 from ..engines.manifest import BY_ID, MANIFEST, Entry
+from ..engines.packages import import_error
 from ..graph.ir import Graph, Node
 from ..graph.ops.table import op_table
 from .cover import entries_for, fits, grow, matches, region_of
@@ -336,11 +337,18 @@ def ask(
         return Decline("policy is strict: a reference is not allowed")
     if arch.name not in entry.archs:
         return Decline(f"has no code for {arch.name}; it runs on {', '.join(entry.archs)}")
-    unusable = entry.unusable()
-    if unusable:
-        return Decline(unusable)
     if entry.trial and not trial and forced is not entry and knobs is None:
         return Decline(f"on trial: runs only where engine={entry.id!r} or a plan file names it")
+    unusable = entry.unusable()
+    if unusable and import_error(entry.module):
+        return Decline(unusable)
+    answer = _answer(entry, region, arch, policy, knobs)
+    # an absent package comes last: nobody need install what would decline anyhow
+    return Decline(unusable) if unusable and isinstance(answer, Offer) else answer
+
+
+def _answer(entry: Entry, region: Region, arch: Arch, policy: Policy, knobs: tuple | None) -> Offer | Decline:
+    """What the engine itself says, held against the policy."""
     engine: Engine = entry.load()
     if knobs is None:
         answer = engine.match(region, arch)

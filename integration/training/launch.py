@@ -78,6 +78,8 @@ def load_checked(name: str, overrides: list[str], dry_run: bool) -> Checked:
         made, problems = RECIPES[name](), error.problems
         apply_overrides(made, overrides)
     own, pins, records, rules = not problems, None, NONE, "the recipe's own rules"
+    if own and dry_run:  # a run knows its ranks
+        problems = made.validate_world(made.parallel.replica)
     if not dry_run or made.data.prefix is not None:
         problems = problems + check_data(made)[0]
     problems = problems + folder_problems(made)

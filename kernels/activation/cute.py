@@ -74,8 +74,16 @@ class CuteSwigluQuantize(Engine):
         reason = _reason(region.graph, gate) or quantized.knob_reason(knobs, _quantize_knobs(region))
         if reason is not None:
             return Decline(reason)
-        both = region.nodes[1].output("data_t") in region.graph.outputs
-        return Offer(efficiency=0.73 if both else 0.8, host_us=14, knobs=knobs, ahead_of_time=True)  # H200
+        both, apart = region.nodes[1].output("data_t") in region.graph.outputs, dict(knobs).get("apart", False)
+        x = region.graph.specs[gate.input("x")]
+        return Offer(
+            efficiency=0.73 if both else 0.8,  # H200
+            launches=1 + apart,
+            host_us=14 + quantized.APART_HOST_US * apart,
+            knobs=knobs,
+            workspace_bytes=quantized.workspace_bytes(x.numel() // x.shape[-1], x.shape[-1] // 2) if apart else 0,
+            ahead_of_time=True,
+        )
 
     def kernels(self, region: Region, arch: Arch, offer: Offer) -> tuple[Kernel, ...]:
         gate, quantize = region.nodes
@@ -89,7 +97,9 @@ class CuteSwigluQuantize(Engine):
 
     def build(self, ctx: BuildContext) -> CompiledRegion:
         (kernel,) = self.kernels(ctx.region, ctx.arch, ctx.offer)
-        return CompiledRegion(_forward_quantize(ctx.region, ctx.compile(kernel), dict(kernel.constants)["vector"]))
+        constants = dict(kernel.constants)
+        vectors, apart = constants["vector"], constants.get("apart", False)
+        return CompiledRegion(_forward_quantize(ctx.region, ctx.compile(kernel), vectors, apart))
 
 
 def _knobs(region: Region) -> dict[str, tuple[Any, ...]]:
@@ -102,7 +112,9 @@ def _knobs(region: Region) -> dict[str, tuple[Any, ...]]:
 
 
 def _quantize_knobs(region: Region) -> dict[str, tuple[Any, ...]]:
-    return quantized.knobs(region.graph.specs[region.nodes[1].output("data")])
+    quantize, graph = region.nodes[1], region.graph
+    apart = quantized.can_lie_apart(quantize, quantized.wanted(graph, quantize))
+    return quantized.knobs(graph.specs[quantize.output("data")], apart)
 
 
 def _reason(graph: Graph, node: Node) -> str | None:
@@ -155,12 +167,12 @@ def _backward(region: Region, kernel):
     return launch
 
 
-def _forward_quantize(region: Region, kernel, vectors: bool):
+def _forward_quantize(region: Region, kernel, vectors: bool, apart: bool):
     graph, (gate, quantize) = region.graph, region.nodes
     want = quantized.wanted(graph, quantize)
     x = graph.specs[gate.input("x")]
     width, step = x.shape[-1], 16 // ITEMSIZE[x.dtype] if vectors else 1
-    make, result = quantized.maker(quantize, want, width // 2), quantized.chosen(want)
+    make, result = quantized.maker(quantize, want, width // 2, apart), quantized.chosen(want)
     ix, iw, iscale = (
         None if v is None else graph.inputs.index(v)
         for v in (gate.input("x"), gate.input("row_weight"), quantize.input("scale"))

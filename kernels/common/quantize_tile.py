@@ -19,7 +19,10 @@ served:
   for matrix m, so that a thread has 16 rows in order, and f is 2t + j: all 8 places. float32 has no such instruction:
   4 bytes a lane, of 4 rows 16 apart and 8 columns, that is 2 chunks: also all 8 places.
 
-Where values come from is the caller's. Rows and columns behind the end are 0 and not written."""
+Where values come from is the caller's. Rows and columns behind the end are 0 and not written.
+
+Scales of 1 x 128 are 4 bytes of a tile in each of 256 sectors, and L2 is busy with them. With ``apart`` a tile leaves
+them in a workspace, where they lie beside each other, and a second kernel (``scale_places.py``) moves them."""
 
 from __future__ import annotations
 
@@ -34,9 +37,9 @@ from cutlass.memory import SmemAllocator
 from . import device as d
 from . import fp8
 from . import words as w
+from .scale_places import SIDE, ScalePlaces
 
 THREADS = 256
-SIDE = 128  # of a tile
 _EDGE = 8  # values that are fetched together, and rows that a thread fetches
 _PIECE = 16  # values of a line that a thread has together; it has two such pieces of each of two lines
 _APART = SIDE // 2  # the pieces
@@ -75,7 +78,8 @@ class QuantizeTile:
     ``fp8.MX`` or ``fp8.TENSOR``. ``swizzled``: the layout of MXFP8 scales. ``transposed``: also the transposed copy.
     ``amax``: also the largest magnitude. ``batch``: rows that a thread fetches at once. ``down``: tiles are taken
     column by column. ``reverse``: from the last to the first. ``streaming``: nothing reads the data soon.
-    ``resident``: blocks on a multiprocessor that registers leave room for, where shared memory does."""
+    ``resident``: blocks on a multiprocessor that registers leave room for, where shared memory does. ``apart``: scales
+    go through a workspace (``fp8.BLOCK`` with ``transposed`` alone)."""
 
     def __init__(
         self,
@@ -95,13 +99,16 @@ class QuantizeTile:
         reverse: bool = False,
         streaming: bool = False,
         resident: int = 4,
+        apart: bool = False,
     ) -> None:
+        assert not apart or (kind == fp8.BLOCK and transposed), (kind, transposed)
         self.values, self.width, self.vector, self.kind = values, width, vector, kind
         self.dtype, self.arch, self.power_of_two = dtype, arch, power_of_two
         self.swizzled, self.transposed, self.amax, self.batch = swizzled, transposed, amax, batch
         self.across, self.down, self.reverse, self.streaming = -(-width // SIDE), down, reverse, streaming  # tiles
         self.pitch, self.resident = SIDE * values.itemsize, resident  # bytes of a row in shared memory
         self.fold = 3 if values.itemsize == 4 else 0
+        self.places = ScalePlaces(width, overlap=d.has(arch, 90)) if apart else None
         self.sizes = d.has(arch, 86) and values.itemsize == 2  # a maximum of magnitudes is one instruction
 
     def blocks(self, rows):
@@ -113,12 +120,23 @@ class QuantizeTile:
         return {"grid": [self.blocks(rows), 1, 1], "block": [THREADS, 1, 1], "stream": stream,
                 "min_blocks_per_mp": self._resident(), "preferred_smem_carveout": 100}  # fmt: skip
 
+    def scales(self, scale_inv, scale_inv_t, workspace) -> tuple:
+        """What ``run`` is given as ``scale_inv`` and ``scale_inv_t``; ``workspace``: an address, looked at with
+        ``apart``."""
+        return (scale_inv, scale_inv_t) if self.places is None else self.places.aside(workspace)
+
+    def move_scales(self, rows, scale_inv, scale_inv_t, workspace, stream) -> None:
+        """With ``apart`` the launch behind that of the tiles."""
+        if self.places is not None:
+            self.places(rows, workspace, scale_inv, scale_inv_t, stream)
+
     def _resident(self) -> int:
-        """As many as shared memory leaves room for: 5 leave a thread 48 registers, 4 leave it 64. MXFP8 both ways takes
-        more than 48, a cast without an instruction 80, both together more than that."""
+        """As many as shared memory leaves room for: 5 leave a thread 48 registers, 4 leave it 64. MXFP8 both ways
+        takes more than 48, and so do scales apart, which spill 16 bytes there; a cast without an instruction takes 80,
+        with MXFP8 both ways more than that."""
         memory = 164 if not d.has(self.arch, 86) else 228 if d.has(self.arch, 90) and not d.has(self.arch, 120) else 100
         more = self.kind == fp8.MX and self.transposed
-        most = min(self.resident, 5 - more if d.has(self.arch, 89) else 3 - more)
+        most = min(self.resident, 5 - (more or self.places is not None) if d.has(self.arch, 89) else 3 - more)
         return min(most, memory // (SIDE * self.pitch // 1024 + 1))  # in KiB; a block takes 1 more
 
     def allocate(self, storage: SmemAllocator):
@@ -301,9 +319,14 @@ class QuantizeTile:
         """Of both lines, of which each lane divides for one."""
         amax = self._own(*self._over_lanes(self._largest(way.words), 1, 2))
         scale, inverse = fp8.block_scale(amax, self.dtype, self.power_of_two)
-        line = way.line + self._own(Int32(0), Int32(8))
-        at = way.scale_inv + (Int64(line) * way.tiles + way.tile) * 4
-        w.write_words(at, [w.bits_of(inverse)], (self.quarter < 2) & (line < way.lines))
+        down, first = self._own(Int32(0), Int32(8)), self.quarter < 2
+        if self.places is None:
+            line = way.line + down
+            at, there = way.scale_inv + (Int64(line) * way.tiles + way.tile) * 4, first & (line < way.lines)
+        else:  # in whole sectors, what is behind the end too
+            tile = self.places.beside(self.tile_row * self.across + self.tile_column)
+            at, there = way.scale_inv + tile + (self.line + down) * 4, first
+        w.write_words(at, [w.bits_of(inverse)], there)
         return self._both(scale)
 
     def _mx_scales(self, way: _Way) -> list:

@@ -1,7 +1,7 @@
 """Host side of kernels that end in quantize: what they are compiled for, and the tensors that they fill.
 
 Kernels are given the addresses of their outputs, which are made here and hold whole rows: data, scale_inv, data_t,
-scale_inv_t, amax, 0 for one that is not made."""
+scale_inv_t, amax, and of a workspace, 0 for one that is not made."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ EDGE = 8  # values of a row that lie together in the kernels
 PORTS = ("data", "scale_inv", "data_t", "scale_inv_t", "amax")
 _MOST_ROWS = 1 << 31
 _STREAMED = 32 << 20  # bytes
+_TILE = 128  # rows and values of a row
+APART_HOST_US = 4  # of one more kernel and its workspace, as between a norm and its backward of two kernels
+APART_ONLY = "scales go through a workspace where blocks are 1 x 128 and a transposed copy is made"
 
 Made = tuple[torch.Tensor | None, ...]
 
@@ -44,14 +47,21 @@ def transposes(want: tuple[str, ...]) -> bool:
 
 
 def streamed(data: TensorSpec) -> bool:
-    """Whether who reads data will find little of it in L2, so that it leaves L2 first."""
+    """Whether who reads a result will find little of it in L2, so that it leaves L2 first."""
     return data.nbytes() >= _STREAMED
 
 
-def knobs(data: TensorSpec) -> dict[str, tuple[Any, ...]]:
+def can_lie_apart(node: Node, want: tuple[str, ...]) -> bool:
+    """Whether a quantize has the knob ``apart`` (see ``knobs``)."""
+    return tuple(node.attr("block")) == BLOCK and transposes(want)
+
+
+def knobs(data: TensorSpec, apart: bool) -> dict[str, tuple[Any, ...]]:
     """Knob -> the values that it can take, the default first: ``down``: tiles column by column; ``streaming``: data
-    leaves L2 first."""
-    return {"down": (False, True), "streaming": (streamed(data), not streamed(data))}
+    leaves L2 first; where ``apart``, a knob of that name: a tile's scales, which in their places are 4 bytes in a
+    sector of 32 each and keep L2 busy, go to a workspace in whole sectors, and a second kernel moves them."""
+    made = {"down": (False, True), "streaming": (streamed(data), not streamed(data))}
+    return made | {"apart": (False, True)} if apart else made
 
 
 def defaults(choices: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]:
@@ -60,6 +70,8 @@ def defaults(choices: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]
 
 def knob_reason(given: tuple[tuple[str, Any], ...], choices: dict[str, tuple[Any, ...]]) -> str | None:
     """Why these knobs cannot be run with, None where they can."""
+    if "apart" not in choices and (apart := dict(given).get("apart")) is not None:
+        return f"knob apart = {apart}: {APART_ONLY}"
     if {name for name, _ in given} != set(choices):
         return f"knobs {dict(given)}: there are {', '.join(choices) or 'none'}, and each must be given"
     bad = next((name for name, value in given if value not in choices[name]), None)
@@ -80,9 +92,16 @@ def constants(node: Node, want: tuple[str, ...], width: int) -> dict[str, Any]:
     }
 
 
-def maker(node: Node, want: tuple[str, ...], width: int) -> Callable[[torch.Tensor, tuple[int, ...]], Made]:
+def workspace_bytes(rows: int, width: int) -> int:
+    """Of the scales of all tiles both ways, with the knob ``apart``."""
+    return -(-rows // _TILE) * -(-width // _TILE) * (2 * 4 * _TILE)
+
+
+def maker(
+    node: Node, want: tuple[str, ...], width: int, apart: bool = False
+) -> Callable[[torch.Tensor, tuple[int, ...]], Made]:
     """``make(like, lead)``: the outputs of a quantize of [*lead, width] values on the device of ``like``, not filled
-    but for amax, None where one is not made."""
+    but for amax, and the workspace of the knob ``apart``, None where one is not made."""
     block, dtype = tuple(node.attr("block")), getattr(torch, node.attr("dtype"))
     swizzled, whole = node.attr("layout") == "swizzled", block == TENSOR
     scales = torch.float8_e8m0fnu if block == MX else torch.float32
@@ -105,7 +124,9 @@ def maker(node: Node, want: tuple[str, ...], width: int) -> Callable[[torch.Tens
             down = -(-rows // size)
             if not whole:
                 inverse_t = new(*((padded, -(-down // 4) * 4) if swizzled else (width, down)), dtype=scales)
-        return data, inverse, data_t, inverse_t, like.new_zeros(1, dtype=torch.float32) if amax else None
+        largest = like.new_zeros(1, dtype=torch.float32) if amax else None
+        workspace = new(workspace_bytes(rows, width) // 4, dtype=torch.float32) if apart else None
+        return data, inverse, data_t, inverse_t, largest, workspace
 
     return make
 

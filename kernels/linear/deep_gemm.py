@@ -1,8 +1,8 @@
 """Products of groups of rows on DeepGEMM (package deep_gemm): grouped_matmul, its data gradient and, from sm_100 on,
 its weight gradient with float32 accumulation. One kernel each, whatever the counts; the device alone reads the offsets.
 
-The package lets a group begin at the next multiple of 128 rows behind the end of the one before it. Where all groups
-end at such multiples that is where they begin in ours too: the ends that it asks for are ``offsets`` as they are."""
+The package lets a group begin at the next multiple of 128 rows behind the end of the one before it. Groups that all end
+at such multiples lie there already: ``offsets`` are the ends that it asks for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Offer, Region
 from ..common.rows import dense, rows
 
-_ROWS = 128  # of a tile: the alignment that the package begins with
+_ROWS = 128  # of a tile: the package's alignment where nobody has set another
 _WIDTH = 64  # of one step along what is summed over: forward k, backward n
 _STEP = 8  # TMA wants rows of a multiple of 16 bytes
 
@@ -72,26 +72,20 @@ def _ends(library, offsets: torch.Tensor) -> torch.Tensor:
 
 def _forward(region: Region, library):
     _, n, k = region.spec("weight").shape
-    product = library.m_grouped_bf16_gemm_nt_contiguous
-
-    def launch(x, weight, offsets):
-        y = x.new_empty(x.shape[0], n)
-        if y.numel():
-            product(rows(x, k, _STEP), dense(weight), y, _ends(library, offsets), use_psum_layout=True)
-        return y
-
-    return launch
+    return _product(library, library.m_grouped_bf16_gemm_nt_contiguous, k, n)
 
 
 def _dgrad(region: Region, library):
     _, n, k = region.spec("weight").shape
-    product = library.m_grouped_bf16_gemm_nn_contiguous
+    return _product(library, library.m_grouped_bf16_gemm_nn_contiguous, n, k)
 
-    def launch(dy, weight, offsets):
-        dx = dy.new_empty(dy.shape[0], k)
-        if dx.numel():
-            product(rows(dy, n, _STEP), dense(weight), dx, _ends(library, offsets), use_psum_layout=True)
-        return dx
+
+def _product(library, product, width: int, out_width: int):
+    def launch(a, weight, offsets):
+        d = a.new_empty(a.shape[0], out_width)
+        if d.numel():
+            product(rows(a, width, _STEP), dense(weight), d, _ends(library, offsets), use_psum_layout=True)
+        return d
 
     return launch
 

@@ -70,9 +70,9 @@ def _parts(region: Region) -> tuple[Node | None, Node, Node | None]:
 
 
 def _knobs(region: Region, arch: Arch) -> dict[str, tuple[Any, ...]]:
-    """Knob -> values, the default first. The gradient's epilogue holds tiles of gate and up beside the product: 192
-    columns spill 112 bytes a thread, 160 spill 8, 128 none. Of the last two, what computes fewer columns that are not
-    there."""
+    """Knob -> values, the default first. The gradient's epilogue holds tiles of gate and up beside the product: with
+    tiles of 192 columns it spills 112 bytes a thread, with 160 8, with 128 none. Of the last two, the one whose tiles
+    reach less far beyond the width."""
     if region.ops != _GRADIENT.ops:
         return {}
     if arch.name != "sm_90":
@@ -124,7 +124,7 @@ def _gate_reason(graph: Graph, product: Node, gate: Node) -> str | None:
 
 
 def _beside(region: Region, knobs: dict[str, Any]) -> tuple[int, int]:
-    """(launches beside the product and the groups' ends, bytes of what they and the product pass to each other)"""
+    """(launches beside the product and the groups' ends, bytes that they and the product pass to each other)"""
     permute, _, gate = _parts(region)
     specs, count, size = region.graph.specs, 0, 0
     weight = specs.get(gate.input("row_weight")) if gate is not None else None
@@ -184,14 +184,14 @@ def _compile_gated(arch: Arch, dtype: str, weighted: bool, gather: bool):
 
 
 def _weights(row_weight: torch.Tensor) -> torch.Tensor:
-    """Rows' weights as the epilogues read them: copies move 4 bytes, and a group may begin at any row, which for two of
-    16 bits is at any 2 bytes."""
+    """Rows' weights as the epilogues read them, in float32: they are copied 4 bytes at a time, and a group may begin at
+    any row, where weights of 16 bits would lie at odd multiples of 2 bytes."""
     return vector(row_weight.float(), _WEIGHT_STEP)
 
 
 def inverted(row_map: torch.Tensor, probs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """For each row the token that it is of, int32 [t * k], and its slot's probability. What stands behind the last
-    group is left open: -1, where a slot is dropped, names the last row, which then is behind it."""
+    """The token of each row, int32 [t * k], and its slot's probability. What stands behind the last group is left open:
+    a dropped slot's -1 names the last row, which lies there as soon as one slot is dropped."""
     tokens, slots = row_map.shape
     places = (row_map.long(),)
     index = row_map.new_empty(tokens * slots)
@@ -214,14 +214,15 @@ def _forward(region: Region, arch: Arch):
         probs = permute.input("probs") if _read(region, row_probs) else None
     values = source, product.input("weight"), product.input("offsets"), row_weight, row_map, probs
     at = [graph.inputs.index(v) if v in graph.inputs else None for v in values]
-    own, both = row_weight is not None and row_weight == row_probs, row_probs in graph.outputs
+    # whether the rows' weights are the probabilities that the permute moves; whether these are a result too
+    weighs, returned = row_weight is not None and row_weight == row_probs, row_probs in graph.outputs
     if gate is None:
         plain = compile_product(arch, dtype, dtype, a_major="k", b_kn=False, ragged="m", gather=permute is not None)
     else:
         gated = _compile_gated(arch, dtype, row_weight is not None, permute is not None)
 
     def launch(*t):
-        x, weight, offsets, scales, row_map, probs = (None if i is None else t[i] for i in at)
+        x, weight, offsets, weights, row_map, probs = (None if i is None else t[i] for i in at)
         index, moved = (None, None) if row_map is None else inverted(row_map, probs)
         y = x.new_empty(x.shape[0] if index is None else index.shape[0], width)
         if y.numel():
@@ -231,8 +232,8 @@ def _forward(region: Region, arch: Arch):
             elif row_weight is None:
                 gated(a, b, ends, index, y=y)
             else:
-                gated(a, b, ends, index, y=y, weight=_weights(moved if own else scales))
-        return (moved, y) if both else y
+                gated(a, b, ends, index, y=y, weight=_weights(moved if weighs else weights))
+        return (moved, y) if returned else y
 
     return launch
 
@@ -295,16 +296,16 @@ def _backward(region: Region, arch: Arch, tile_n: int):
     at = [None if v is None else graph.inputs.index(v) for v in values]
 
     def launch(*t):
-        dy, weight, offsets, gate_up, scales = (None if i is None else t[i] for i in at)
+        dy, weight, offsets, gate_up, weights = (None if i is None else t[i] for i in at)
         dx, beside = fresh(gate_up), {}
         if dots:
             beside["dots"] = dy.new_empty(dy.shape[0], columns, dtype=torch.float32)
         if dx.numel():
-            if scales is not None:
-                beside["weight"] = _weights(scales)
+            if weights is not None:
+                beside["weight"] = _weights(weights)
             source = rows(gate_up, 2 * half, STEP)
             beside |= {"gate": source[:, :half], "up": source[:, half:], "dgate": dx[:, :half], "dup": dx[:, half:]}
             run(rows(dy, n, STEP), matrices(weight, STEP), ends_of(offsets), None, **beside)
-        return (dx, beside["dots"].sum(1).to(scales.dtype)) if dots else dx
+        return (dx, beside["dots"].sum(1).to(weights.dtype)) if dots else dx
 
     return launch

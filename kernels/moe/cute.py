@@ -19,7 +19,6 @@ from .places import whole
 
 _DEVICE = "layerplan.kernels.moe.sm80"
 _THREADS, _VECTORS = (128, 64, 256, 512), (1, 2, 4)  # of a block; of a thread
-_STREAMED = 32 << 20  # bytes of a result from which on its reader finds little of it in L2
 _PICKED = 128  # threads of a block that gathers numbers alone
 _SORTS = ("group_by_expert", "tokens_per_expert")
 _ROUTES = ("router", "router_bwd")
@@ -180,7 +179,7 @@ def _knobs(region: Region) -> dict[str, tuple[Any, ...]]:
         return {}
     if region.wanted == ["dprobs"] and region.node.op == "permute_bwd":
         return {}
-    large = max(region.graph.specs[v].nbytes() for v in region.graph.outputs) >= _STREAMED
+    large = any(quantized.streamed(region.graph.specs[v]) for v in region.graph.outputs)
     if "dprobs" in region.wanted and region.node.op == "unpermute_bwd":
         usual = _dot_threads(_matrix(region))
         return {"threads": (usual, *(n for n in _THREADS if n != usual)), "streaming": (large, not large)}

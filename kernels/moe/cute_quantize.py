@@ -76,7 +76,7 @@ def _knobs(region: Region) -> dict[str, tuple[Any, ...]]:
 def _reason(region: Region) -> str | None:
     """Why the kernel cannot take the region, None where it can."""
     (permute, quantize), specs = region.nodes, region.graph.specs
-    x, probs, slots = specs[permute.input("x")], specs.get(permute.input("probs")), specs[permute.input("row_map")].shape[1]
+    x, probs = specs[permute.input("x")], specs.get(permute.input("probs"))
     if permute.output("rows") in region.graph.outputs:
         return "others read the rows, which are not stored"
     if (block := tuple(quantize.attr("block"))) != BLOCK:
@@ -89,7 +89,7 @@ def _reason(region: Region) -> str | None:
     if x.shape[1] * ITEMSIZE[x.dtype] % _ACCESS:
         step = _ACCESS // ITEMSIZE[x.dtype]
         return f"rows of {x.shape[1]} values: the kernel takes {step} at once, and this does not divide by them"
-    return places.slots_reason(slots)
+    return places.slots_reason(specs[permute.input("row_map")].shape[1])
 
 
 def _launch(region: Region, kernel):

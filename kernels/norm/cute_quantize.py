@@ -21,9 +21,12 @@ _VECTORS, _NUMBERS, _MATRICES = ("weight", "bias"), ("mean", "rstd"), ("y", "res
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeKnobs(config.ForwardKnobs):
-    """``together``: with a transposed copy, one kernel for statistics and tiles, in blocks of 256 threads."""
+    """``together``: with a transposed copy, one kernel for statistics and tiles, in blocks of 256 threads. ``apart``:
+    with a transposed copy in blocks of 1 x 128, a tile's scales go through a workspace, for L2's sake, and one more
+    kernel moves them (``quantized.knobs``)."""
 
     together: bool = False
+    apart: bool = False
 
 
 class CuteNormQuantize(Engine):
@@ -52,14 +55,16 @@ class CuteNormQuantize(Engine):
             reason = f"threads = {chosen.threads}: lanes of a block of 128 values are of one row, so {least} or more"
         if reason is None and chosen.together:
             reason = _together_reason(region, chosen)
+        if reason is None and chosen.apart and not quantized.can_lie_apart(region.nodes[1], _wanted(region)):
+            reason = f"knob apart = True: {quantized.APART_ONLY}"
         return Decline(reason) if reason is not None else self._offer(region, chosen)
 
     def _offer(self, region: Region, knobs: QuantizeKnobs) -> Offer:
         items, both = tuple(dataclasses.asdict(knobs).items()), _transposed(region)
         return Offer(
             efficiency=(0.64 if knobs.together else 0.58) if both else 0.79,
-            launches=1 + both,  # one that clears the counters, where it is one kernel
-            host_us=18,
+            launches=1 + both + knobs.apart,  # one that clears the counters, where it is one kernel
+            host_us=18 + quantized.APART_HOST_US * knobs.apart,
             knobs=items,
             workspace_bytes=_workspace(region, knobs),
             ahead_of_time=True,
@@ -82,6 +87,7 @@ class CuteNormQuantize(Engine):
             constants["stream_data"] = quantized.streamed(region.graph.specs[quantize.output("data")])
             constants["lag"] = _lag(given.width, knobs["rows"], arch) if together else 0
             return (Kernel(f"{_DEVICE}:both_ways", tuple(constants.items())),)
+        del constants["apart"]
         constants["outputs"] = sorted(p for p in (*_MATRICES, *_NUMBERS) if norm.output(p) in region.graph.outputs)
         return (Kernel(f"{_DEVICE}:row_wise", tuple(constants.items())),)
 
@@ -89,7 +95,8 @@ class CuteNormQuantize(Engine):
         (kernel,) = self.kernels(ctx.region, ctx.arch, ctx.offer)
         compiled = ctx.compile(kernel)
         if _transposed(ctx.region):
-            return CompiledRegion(_both_ways(ctx.region, compiled, dict(ctx.offer.knobs)["together"]))
+            knobs = dict(ctx.offer.knobs)
+            return CompiledRegion(_both_ways(ctx.region, compiled, knobs["together"], knobs["apart"]))
         return CompiledRegion(_row_wise(ctx.region, compiled))
 
 
@@ -173,14 +180,15 @@ def _lag(width: int, rows: int, arch: Arch) -> int:
 
 
 def _workspace(region: Region, knobs: QuantizeKnobs) -> int:
-    """Bytes of what the tiles read and nobody else wants, and of the counters."""
+    """Bytes of what the tiles read and nobody else wants, of the counters, and of scales that lie apart."""
     if not _transposed(region):
         return 0
     norm, x = region.nodes[0], _spec(region, "x")
     rows, need = x.numel() // x.shape[-1], {"rstd": 4, "mean": 4 * _rows(region).layer}
     need["residual_out"] = x.shape[-1] * ITEMSIZE[x.dtype] * (norm.input("residual") is not None)
-    counters = 4 * _counters(rows) if knobs.together else 0
-    return counters + rows * sum(size for p, size in need.items() if norm.output(p) not in region.graph.outputs)
+    own = 4 * _counters(rows) if knobs.together else 0
+    own += quantized.workspace_bytes(rows, x.shape[-1]) if knobs.apart else 0
+    return own + rows * sum(size for p, size in need.items() if norm.output(p) not in region.graph.outputs)
 
 
 def _counters(rows: int) -> int:
@@ -191,8 +199,9 @@ def _counters(rows: int) -> int:
 class _Host:
     """What both launches share: where inputs are, which outputs are made, and in which order they are returned."""
 
-    def __init__(self, region: Region, always: tuple[str, ...], together: int) -> None:
-        """``always``: what is made even where nobody reads it; ``together``: elements of an access to weight and bias."""
+    def __init__(self, region: Region, always: tuple[str, ...], together: int, apart: bool = False) -> None:
+        """``always``: what is made even where nobody reads it; ``together``: elements of an access to weight and bias;
+        ``apart``: the knob."""
         graph, (norm, quantize) = region.graph, region.nodes
         given = _rows(region)
         self.width, self.step, self.together, self.eps = given.width, given.step, together, float(norm.attr("eps"))
@@ -201,7 +210,7 @@ class _Host:
         kept = {p for p, v in norm.outputs if v in graph.outputs} | set(always)
         self.matrices, self.numbers = [p in kept for p in _MATRICES], [p in kept for p in _NUMBERS]
         want = _wanted(region)
-        self.make = quantized.maker(quantize, want, given.width)
+        self.make = quantized.maker(quantize, want, given.width, apart)
         names = {v: p for node in region.nodes for p, v in node.outputs}
         order = (*_MATRICES, *_NUMBERS, *quantized.PORTS)
         self.order = [order.index(names[v]) for v in graph.outputs]
@@ -210,7 +219,7 @@ class _Host:
         return [None if (i := self.at.get(p)) is None else vector(t[i], self.together) for p in _VECTORS]
 
     def made(self, x: torch.Tensor) -> list:
-        """y, residual_out, mean, rstd, None where not kept, and the quantized outputs."""
+        """y, residual_out, mean, rstd, None where not kept, the quantized outputs and the workspace."""
         numbers = [x.new_empty(*x.shape[:-1], 1, dtype=torch.float32) if keep else None for keep in self.numbers]
         return [*(fresh(x) if keep else None for keep in self.matrices), *numbers, *self.make(x, x.shape[:-1])]
 
@@ -229,7 +238,7 @@ def _row_wise(region: Region, kernel):
     def launch(*t):
         x, scale = t[ix], None if host.scale is None else t[host.scale]
         made = host.made(x)
-        data, scale_inv, _, _, amax = quantized.addresses(made[4:])
+        data, scale_inv, _, _, amax, _ = quantized.addresses(made[4:])
         if x.numel():
             residual = None if ir is None else rows(t[ir], host.width, host.step)
             kernel(rows(x, host.width, host.step), *host.vectors(t), residual, *host.views(made), data, scale_inv,
@@ -241,21 +250,21 @@ def _row_wise(region: Region, kernel):
     return launch
 
 
-def _both_ways(region: Region, kernel, together: bool):
+def _both_ways(region: Region, kernel, together: bool, apart: bool):
     residual = _spec(region, "residual") is not None
     always = ("rstd", *(["mean"] if _rows(region).layer else []), *(["residual_out"] if residual else []))
-    host = _Host(region, always, quantized.EDGE)
+    host = _Host(region, always, quantized.EDGE, apart)
     ix, ir = host.at["x"], host.at.get("residual")
 
     def launch(*t):
         x, scale = t[ix], None if host.scale is None else t[host.scale]
         made = host.made(x)
-        *addresses, amax = quantized.addresses(made[4:])
+        *addresses, amax, workspace = quantized.addresses(made[4:])
         if x.numel():
             residual = None if ir is None else rows(t[ir], host.width, host.step)
             counters = x.new_zeros(_counters(x.numel() // host.width), dtype=torch.int32) if together else None
             kernel(rows(x, host.width, host.step), *host.vectors(t), residual, *host.views(made)[1:], *addresses,
-                   0 if scale is None else scale.data_ptr(), amax,
+                   0 if scale is None else scale.data_ptr(), amax, workspace,
                    *(quantized.addresses((counters,)) if together else ()), host.eps)  # fmt: skip
         else:
             quantized.fill_empty(made[4:], scale)

@@ -34,7 +34,15 @@ class CuteQuantize(Engine):
         if reason is not None:
             return Decline(reason)
         both = region.node.output("data_t") is not None if region.node.op == "quantize" else False
-        return Offer(efficiency=0.71 if both else 0.82, host_us=14, knobs=knobs, ahead_of_time=True)  # H200
+        apart = dict(knobs).get("apart", False)
+        return Offer(
+            efficiency=0.71 if both else 0.82,  # H200
+            launches=1 + apart,
+            host_us=14 + quantized.APART_HOST_US * apart,
+            knobs=knobs,
+            workspace_bytes=quantized.workspace_bytes(x.numel() // x.shape[-1], x.shape[-1]) if apart else 0,
+            ahead_of_time=True,
+        )
 
     def kernels(self, region: Region, arch: Arch, offer: Offer) -> tuple[Kernel, ...]:
         node = region.node
@@ -61,21 +69,26 @@ class CuteQuantize(Engine):
     def build(self, ctx: BuildContext) -> CompiledRegion:
         kernels = self.kernels(ctx.region, ctx.arch, ctx.offer)
         compiled = {dict(k.constants)["vector"]: ctx.compile(k) for k in kernels}
-        make = _quantize if ctx.region.node.op == "quantize" else _dequantize
-        return CompiledRegion(ctx.region.by_port(make(ctx.region, compiled)))
+        if ctx.region.node.op == "quantize":
+            launch = _quantize(ctx.region, compiled, dict(ctx.offer.knobs).get("apart", False))
+        else:
+            launch = _dequantize(ctx.region, compiled)
+        return CompiledRegion(ctx.region.by_port(launch))
 
 
 def _knobs(region: Region) -> dict[str, tuple[Any, ...]]:
     node = region.node
-    return quantized.knobs(region.graph.specs[node.output("data")]) if node.op == "quantize" else {}
+    if node.op != "quantize":
+        return {}
+    return quantized.knobs(region.spec("data"), quantized.can_lie_apart(node, tuple(region.wanted)))
 
 
-def _quantize(region: Region, compiled):
+def _quantize(region: Region, compiled, apart: bool):
     ((vector, kernel),) = compiled.items()
     want = tuple(region.wanted)
     x = region.spec("x")
     width, step = x.shape[-1], 16 // ITEMSIZE[x.dtype] if vector else 1
-    make, result = quantized.maker(region.node, want, width), quantized.chosen(want)
+    make, result = quantized.maker(region.node, want, width, apart), quantized.chosen(want)
 
     def launch(x, scale=None):
         made = make(x, x.shape[:-1])

@@ -38,7 +38,10 @@ METRICS = {
     "sm__warps_active.avg.pct_of_peak_sustained_active": "warps_%", "launch__registers_per_thread": "registers",
     **{f"smsp__average_warps_issue_stalled_{s}_per_issue_active.ratio": f"waits_{s}" for s in STALLS},
 }  # fmt: skip
-_UNITS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+_UNITS = {
+    "ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3,
+    "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9,
+}  # fmt: skip
 _WARM = 3  # launches in front of the one that counts
 
 
@@ -54,10 +57,12 @@ def launch(name: str) -> None:
     """In the process that ncu watches: the row's engine over inputs that rotate."""
     (row,) = (row for full, row in chosen([name]) if full == name)
     arch, generator = Arch.of_device(0), torch.Generator(device="cuda").manual_seed(0)
-    offer = BY_ID[row.own].load().match(row.region, arch)
+    engine = BY_ID[row.own].load()
+    offer = engine.match(row.region, arch)
     assert isinstance(offer, Offer), offer
-    call = BY_ID[row.own].load().build(memory.context(row.region, arch, offer)).launch
-    sets = [row.make(generator) for _ in range(max(2, -(-(4 * torch.cuda.get_device_properties(0).L2_cache_size) // row.nbytes)))]
+    call = engine.build(memory.context(row.region, arch, offer)).launch
+    cold = 4 * torch.cuda.get_device_properties(0).L2_cache_size
+    sets = [row.make(generator) for _ in range(max(2, -(-cold // row.nbytes)))]
     for i in range(_WARM):
         call(*sets[i % len(sets)])
     torch.cuda.synchronize()
@@ -101,15 +106,18 @@ def main() -> None:
         return
     if shutil.which("ncu") is None:
         parser.error("ncu is not on the PATH: it comes with CUDA's toolkit")
-    rows = []
-    for name, _ in chosen(given.texts):
+    names, rows = [name for name, _ in chosen(given.texts)], []
+    if not names:
+        parser.error(f"texts = {given.texts}: no row holds one; rows are family/name of tests/bench/memory_rows.py")
+    for name in names:
         try:
             rows.append({"row": name, "kernels": measure(name)})
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             rows.append({"row": name, "error": str(error)})
         print(json.dumps(rows[-1]), flush=True)
     if given.out:
-        given.out.write_text(json.dumps({"what": "counters of own kernels", **environment(), "rows": rows}, indent=1) + "\n")
+        record = {"what": "counters of own kernels", **environment(), "rows": rows}
+        given.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

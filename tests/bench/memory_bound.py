@@ -6,8 +6,8 @@ Each row is an op at one shape. Its bytes are those of every operand once (``Reg
 that reads and writes as many in all, the faster of two. Contenders are engines of ours, which launch the package's compiled kernels, and
 functions of libraries that are there. Each is captured into a CUDA graph of several launches over inputs that rotate,
 so that L2 is cold and the host does not count; graphs are replayed in turns, behind a write of other memory, and the
-median counts. What a contender
-computes is compared with the reference's result before it is timed. ``--sweep`` times the row's list of knobs as well.
+median counts. What a contender computes is compared with the reference's result before it is timed. ``--sweep`` times
+the row's list of knobs as well.
 ``--compile`` compiles what the rows need into the cache, on a machine that may have no GPU, and times nothing.
 
 The rows stand in ``tests/bench/memory_rows.py``.
@@ -104,8 +104,8 @@ def graph_of(call: Call, sets: list[list[torch.Tensor]], pool) -> torch.cuda.CUD
 
 def in_turns(graphs: dict[str, torch.cuda.CUDAGraph], between: Call) -> dict[str, float]:
     """Median seconds of one launch of each graph; another one is first each time. In front of each runs ``between``, so
-    that all find the same in L2: what is written past it (``.cs``) leaves there what others wrote before, for as long as
-    it goes on, and takes 4 % longer behind a copy than behind itself."""
+    that all find the same in L2: stores past L2 (``.cs``) leave in it what others wrote before, and kernels with such
+    stores take 4 % longer behind a copy than behind themselves."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     names = list(graphs)
     for graph in graphs.values():

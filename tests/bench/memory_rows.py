@@ -227,19 +227,24 @@ def _norm_quantize_rows() -> Iterator[Row]:
         libraries = _te_norm_quantize(residual, transposed) if kind == "1x128" else {}
         yield Row(name, "norm_quantize/cute", region, random_inputs(region), 0.75 if transposed else 0.85, (),
                   libraries,
-                  tuple(_quantize_knobs(width // 8, transposed)))  # fmt: skip
+                  tuple(_quantize_knobs(width // 8, transposed, kind == "1x128")))  # fmt: skip
 
 
-def _quantize_knobs(vectors: int, transposed: bool) -> Iterator[Knobs]:
+def _quantize_knobs(vectors: int, transposed: bool, blocks: bool) -> Iterator[Knobs]:
     fits = [t for t in range(32, 1025, 32) if vectors % t == 0 and vectors // t in (2, 4, 7, 8)]
+    aside = transposed and blocks
     for threads in fits:
         yield _items(threads=threads, rows=1)
+        if aside:
+            yield _items(threads=threads, rows=1, apart=True)
         if not transposed:
             yield _items(threads=threads, rows=1, hold_weight=True)
             yield _items(threads=threads, rows=1, streaming=True)
     for threads in (32, 64, 128, 256) if transposed else ():
         if -(-vectors // threads) in (2, 3, 4):
             yield _items(threads=threads, rows=256 // threads, together=True)
+            if aside:
+                yield _items(threads=threads, rows=256 // threads, together=True, apart=True)
     usual = min(fits, key=lambda t: abs(vectors // t - 4))
     yield _items(
         threads=usual,
@@ -305,7 +310,7 @@ def _quantize_rows() -> Iterator[Row]:
             0.85,
             (),
             libraries,
-            tuple(_tile_knobs()),
+            tuple(_tile_knobs(kind == "1x128" and transposed)),
             exact=True,
         )
     for rows, width in SHAPES[:2]:
@@ -337,7 +342,7 @@ def _swiglu_rows() -> Iterator[Row]:
         libraries = _te_quantize(transposed, gate=True) if kind == "1x128" else {}
         yield Row(tag, "swiglu_quantize/cute", region, _positive_scale(region), 0.8 if transposed else 0.85, (),
                   libraries,
-                  tuple(_tile_knobs()))  # fmt: skip
+                  tuple(_tile_knobs(kind == "1x128" and transposed)))  # fmt: skip
 
 
 def _gate_knobs() -> Iterator[Knobs]:
@@ -349,9 +354,10 @@ def _gate_knobs() -> Iterator[Knobs]:
         yield _items(threads=128, vectors=vectors, keep=True, streaming=streaming)
 
 
-def _tile_knobs() -> Iterator[Knobs]:
-    for down, streaming in itertools.product((False, True), repeat=2):
-        yield _items(down=down, streaming=streaming)
+def _tile_knobs(aside: bool) -> Iterator[Knobs]:
+    for apart in ({"apart": False}, {"apart": True}) if aside else ({},):
+        for down, streaming in itertools.product((False, True), repeat=2):
+            yield _items(down=down, streaming=streaming, **apart)
 
 
 def _positive_scale(region: Region):
@@ -436,9 +442,10 @@ def _head_knobs(case: cute_rope.Case) -> Iterator[Knobs]:
     rounds = [r for r in range(1, 9) if share % r == 0][-4:]
     for threads, r, total in itertools.product((64, 128), rounds[-3:], (768, 1024)):
         yield _items(threads=threads, rounds=r, ahead=False, resident=total // threads, streaming=True)
-    yield _items(threads=256, rounds=rounds[-2:][0], ahead=False, resident=4, streaming=True)
-    yield _items(threads=128, rounds=rounds[-2:][0], ahead=True, resident=4, streaming=True)
-    yield _items(threads=128, rounds=rounds[-2:][0], ahead=False, resident=8, streaming=False)
+    usual = rounds[-2:][0]  # the second largest, where there are two
+    yield _items(threads=256, rounds=usual, ahead=False, resident=4, streaming=True)
+    yield _items(threads=128, rounds=usual, ahead=True, resident=4, streaming=True)
+    yield _items(threads=128, rounds=usual, ahead=False, resident=8, streaming=False)
 
 
 # ---- rows by expert and back ----------------------------------------------------------------------------------------

@@ -56,7 +56,11 @@ class Case:
     arch: str = "sm_90"
 
     def __str__(self) -> str:
-        said = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)[4:] if getattr(self, f.name) != f.default]
+        said = [
+            f"{f.name}={value}"
+            for f in dataclasses.fields(self)[4:]
+            if (value := getattr(self, f.name)) != f.default
+        ]
         return " ".join([f"{self.tokens}x{self.slots} of {self.experts}, width {self.width}", *said])
 
 
@@ -143,9 +147,11 @@ def expected(made: Region, given: dict[str, torch.Tensor]) -> dict[str, torch.Te
     """What the references give, by the names of the region's outputs, without the rows behind the last group."""
     permute, quantize = made.nodes
     table, used = op_table(), int(given["offsets"][-1])
-    moved = {p: t[:used] for p, t in table["permute"].reference(given, permute.attributes, ("rows", "row_probs")).items()}
+    moved = table["permute"].reference(given, permute.attributes, ("rows", "row_probs"))
+    moved = {p: t[:used] for p, t in moved.items()}
     fp8 = table["quantize"].reference({"x": moved["rows"]}, quantize.attributes, ("data", "scale_inv"))
-    named = {v: t for node, found in ((permute, moved), (quantize, fp8)) for p, v in node.outputs if (t := found.get(p)) is not None}
+    pairs = ((permute, moved), (quantize, fp8))
+    named = {v: found[p] for node, found in pairs for p, v in node.outputs if found.get(p) is not None}
     return {v: named[v] for v in made.graph.outputs}
 
 

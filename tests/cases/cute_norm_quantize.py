@@ -69,6 +69,10 @@ SMALL = (
     Case("layer_norm", 20, 72, SWIZZLED, transposed=True, given=_ALL, extra=("residual_out",),
          knobs=knobs(threads=32, rows=8, together=True), values="wild"),
     Case("rms_norm", 3, 136, MX, arch="sm_80", knobs=knobs(threads=32), values="wild"), Case("rms_norm", 0, 64, BLOCK),
+    Case("layer_norm", 5, 136, POWER, transposed=True, given=_ALL, extra=(), knobs=knobs(threads=32, apart=True)),
+    Case("rms_norm", 131, 40, BLOCK, transposed=True, given=("weight", "residual"), extra=_SUM,
+         knobs=knobs(threads=16, rows=16, together=True, apart=True)),
+    Case("rms_norm", 5, 40, BLOCK, transposed=True, arch="sm_80", knobs=knobs(threads=32, apart=True)),
 )  # fmt: skip
 LARGE = (
     *(Case(op, rows, width, q, given=("weight", "residual"), extra=_SUM, transposed=t, values=v) for op in ("rms_norm",
@@ -83,6 +87,8 @@ LARGE = (
       for rows, width, threads in ((4099, 4096, 128), (1024, 7168, 256), (128, 2048, 64), (1, 1024, 32))
       for q, given, extra in ((BLOCK, ("weight", "residual"), _SUM), (SWIZZLED, ("weight",), ("rstd",)))),
     Case("rms_norm", 300, 1024, TENSOR, amax=True, transposed=True, knobs=knobs(threads=64, rows=4, together=True)),
+    *(Case("rms_norm", rows, width, BLOCK, given=("weight", "residual"), extra=_SUM, transposed=True, knobs=knobs(apart=True, **k))
+      for rows, width in ((1031, 4096), (4230, 1024)) for k in ({"threads": 128}, {"threads": 128, "rows": 2, "together": True})),
     Case("rms_norm", 67, 32768, BLOCK, dtype="float32", other="float32"),
     Case("rms_norm", 2001, 7168, BLOCK, fp8="float8_e5m2", values="wild"),
     Case("layer_norm", 2001, 256, MX, given=_ALL, extra=("y", "mean", "residual_out", "rstd")),
@@ -139,7 +145,7 @@ def offered(case: Case, engine, region, arch: Arch) -> Offer:
 
 def plain_knobs(offer: Offer) -> tuple[tuple[str, object], ...]:
     """What norm/cute has of an offer's knobs."""
-    return tuple((name, value) for name, value in offer.knobs if name != "together")
+    return tuple((name, value) for name, value in offer.knobs if name not in ("together", "apart"))
 
 
 def run(case: Case, build, arch: Arch, device: str = "cpu") -> None:
@@ -181,7 +187,7 @@ def simulated(case: Case) -> None:
     def build(engine, region, offer):
         return guarded(engine.build(BuildContext(region, few, offer, lambda kernel: compiled(kernel, case.arch))).launch)
 
-    with own_cases.guarded_memory() as guarded:
+    with own_cases.guarded_memory() as guarded, own_cases.poisoned_results():
         run(case, build, arch)
 
 

@@ -9,6 +9,7 @@ ahead."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,7 @@ from layerplan.integration.engines.manifest import BY_ID
 from layerplan.integration.graph.ir import Dim, GraphBuilder, TensorSpec
 from layerplan.integration.graph.ops.table import op_table
 from layerplan.integration.planner.cover import region_of
+from layerplan.kernels.common.quantized import workspace_bytes
 
 from .. import oracle
 from . import own_cases
@@ -66,11 +68,16 @@ def knobs(**values) -> tuple[tuple[str, object], ...]:
     return tuple(values.items())
 
 
+def apart(**values) -> tuple[tuple[str, object], ...]:
+    """The knobs of a quantize both ways in blocks of 1 x 128, as they are where scales go through a workspace."""
+    return knobs(**{"down": False, "streaming": False, "apart": True} | values)
+
+
 SMALL = (
     Case(5, 136, BLOCK, transposed=False),
     Case(9, 133, POWER, fp8="float8_e5m2"),
     Case(130, 136, BLOCK),
-    Case(16, 264, POWER, knobs=knobs(down=True, streaming=True)),
+    Case(16, 264, POWER, knobs=apart(down=True, streaming=True, apart=False)),
     Case(40, 72, MX),
     Case(35, 37, MX, transposed=False),
     Case(36, 200, SWIZZLED, knobs=knobs(down=False, streaming=True)),
@@ -90,6 +97,11 @@ SMALL = (
     Case(5, 37, POWER, gate=True, clamp=1.0, weight="float32"),
     Case(8, 72, SWIZZLED, gate=True, weight="bfloat16", knobs=knobs(down=True, streaming=True)),
     Case(5, 40, TENSOR, gate=True, amax=True, transposed=False),
+    Case(131, 133, BLOCK, knobs=apart()),
+    Case(6, 136, POWER, dtype="float32", fp8="float8_e5m2", knobs=apart(down=True)),
+    Case(7, 37, BLOCK, gate=True, weight="float32", knobs=apart(streaming=True)),
+    Case(6, 48, BLOCK, arch="sm_80", knobs=apart()),
+    Case(0, 72, BLOCK, knobs=apart()),
 )
 LARGE = (
     *(
@@ -104,12 +116,12 @@ LARGE = (
         for transposed in (False, True)
     ),
     *(
-        Case(1032, 1544, attrs, knobs=knobs(down=down, streaming=streaming))
-        for attrs in (BLOCK, SWIZZLED)
+        Case(1032, 1544, attrs, knobs=make(down=down, streaming=streaming))
+        for attrs, make in ((BLOCK, functools.partial(apart, apart=False)), (BLOCK, apart), (SWIZZLED, knobs))
         for down in (False, True)
         for streaming in (False, True)
     ),
-    Case(520, 2056, BLOCK, gate=True, knobs=knobs(down=True, streaming=True)),
+    Case(520, 2056, BLOCK, gate=True, knobs=apart(down=True, streaming=True, apart=False)),
     *(Case(rows, 400, attrs) for attrs in (BLOCK, MX, TENSOR) for rows in (144, 248, 251)),
     *(
         Case(777, 1032, attrs, dtype=dtype, fp8="float8_e5m2")
@@ -124,6 +136,12 @@ LARGE = (
     Case(3, 100000, BLOCK),
     Case(1, 1, BLOCK),
     Case(1, 1, SWIZZLED),
+    *(
+        Case(rows, width, BLOCK, knobs=apart())
+        for rows, width in ((1031, 4096), (1024, 7168), (257, 4095), (4230, 4232), (100000, 8), (3, 100000), (1, 1))
+    ),
+    Case(1032, 1544, POWER, dtype="float16", knobs=apart(down=True, streaming=True)),
+    *(Case(1032, 1544, BLOCK, gate=True, knobs=apart(down=down)) for down in (False, True)),
     Case(128, 128, SWIZZLED),
     Case(129, 129, SWIZZLED),
 )
@@ -136,6 +154,7 @@ def fuzzed(seed: int) -> Case:
     width = pick.choice((pick.randint(1, 300), 8 * pick.randint(1, 600), 128 * pick.randint(1, 40)))
     rows = pick.choice((0, 1, pick.randint(2, 300), 8 * pick.randint(1, 200), 128 * pick.randint(1, 12)))
     gate = pick.random() < 0.4
+    aside = attrs in (BLOCK, POWER) and transposed and pick.random() < 0.5
     return Case(
         rows,
         width,
@@ -149,6 +168,7 @@ def fuzzed(seed: int) -> Case:
         pick.choice((None, "float32", "bfloat16")) if gate else None,
         pick.choice((0, 0, 1, 8)),
         pick.choice((0, 0, 1, 8)),
+        apart(down=pick.random() < 0.5, streaming=pick.random() < 0.5) if aside else (),
     )
 
 
@@ -216,8 +236,10 @@ def run(case: Case, build: Build, device: str = "cpu", seed: int = 0) -> None:
     want = tuple(ports[v] for v in made.graph.outputs)
     expected = op_table()["quantize"].reference(tensors, quantize.attributes, want)
     launch = build(case.engine, made, case.knobs)
+    workspace = [workspace_bytes(case.rows, case.width) // 4] if dict(case.knobs).get("apart") else []
     for time in range(1 if device == "cpu" else 2):
         oracle.poison(*(torch.empty(t.shape, dtype=t.dtype, device=device) for t in expected.values()))
+        oracle.poison(*(torch.empty(n, device=device) for n in workspace))
         for port, got in zip(want, launch(*call), strict=True):
             oracle.same_bits(got, expected[port], f"{case}, run {time}: {port}")
 
@@ -232,7 +254,7 @@ def simulated(case: Case) -> None:
         return guarded(BY_ID[engine].load().build(context).launch)
 
     simt.conflicts.clear()
-    with own_cases.guarded_memory() as guarded:
+    with own_cases.guarded_memory() as guarded, own_cases.poisoned_results():
         run(case, build)
         assert not simt.conflicts, f"{len(simt.conflicts)} accesses meet in a bank: {simt.conflicts[0]}"
 

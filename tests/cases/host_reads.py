@@ -1,5 +1,5 @@
-"""Whether code asks for values of tensors while it runs: on a GPU each such question waits for the device, and cannot be
-captured. Seen on a CPU, where nothing waits.
+"""Whether code asks for values of tensors while it runs: on a GPU each such question waits for the device, and cannot
+be captured. Seen on a CPU, where nothing waits.
 
 ``watching`` notes three kinds of them: numbers and shapes that come out of values (``item``, ``bool``, ``tolist``,
 ``nonzero``, masks as indices, ``unique``), copies to the host or to numpy, and tensors made of numbers that the host
@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
 _OPS = frozenset({
-    "_local_scalar_dense", "nonzero", "nonzero_numpy", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive",
-    "equal", "is_nonzero", "bincount", "histc",
+    "_local_scalar_dense", "nonzero", "nonzero_numpy", "masked_select", "_unique", "_unique2", "unique_dim",
+    "unique_consecutive", "equal", "is_nonzero", "bincount", "histc",
 })  # fmt: skip
 _CALLS = ("tolist", "numpy", "cpu")  # of a tensor: on a CPU they reach no dispatcher
 
@@ -45,7 +45,10 @@ def _caller() -> str:
     return "elsewhere"
 
 
-def _noting(call: Callable[..., Any], what: str, reads: Reads, asks: Callable[..., bool] = lambda *a, **k: True) -> Callable[..., Any]:
+def _noting(call: Callable[..., Any], what: str, reads: Reads,
+            asks: Callable[..., bool] = lambda *a, **k: True) -> Callable[..., Any]:  # fmt: skip
+    """``call``, noted as ``what`` where its arguments ask for values."""
+
     @functools.wraps(call)
     def noted(*args: Any, **kwargs: Any) -> Any:
         if asks(*args, **kwargs):
@@ -90,7 +93,8 @@ def watching() -> Iterator[Reads]:
             stack.enter_context(mock.patch.object(tensor, name, _noting(getattr(tensor, name), name, reads)))
         stack.enter_context(mock.patch.object(tensor, "to", _noting(tensor.to, "to the host", reads, _to_the_host)))
         for name in ("tensor", "as_tensor"):
-            stack.enter_context(mock.patch.object(torch, name, _noting(getattr(torch, name), name, reads, _from_numbers)))
+            made = _noting(getattr(torch, name), name, reads, _from_numbers)
+            stack.enter_context(mock.patch.object(torch, name, made))
         made = _noting(tensor.new_tensor, "new_tensor", reads, lambda _, *a, **k: _from_numbers(*a, **k))
         stack.enter_context(mock.patch.object(tensor, "new_tensor", made))
         stack.enter_context(_Ops(reads))

@@ -1,9 +1,10 @@
-"""What the case modules of our own kernels do as scripts: run small cases thread by thread on a CPU, or compile all of
-them ahead, so that a GPU's time goes into running them."""
+"""What the case modules of our own kernels and their tests share. As scripts the modules run small cases thread by
+thread on a CPU, or compile all of them ahead, so that a GPU's time goes into running them."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from unittest import mock
 import torch
 
 from layerplan.integration.engines.arch import Arch
-from layerplan.integration.engines.contract import BuildContext
+from layerplan.integration.engines.contract import BuildContext, Engine, Offer, Region
 
 
 def main(cases: Callable[[], Sequence[Any]], simulated: Callable[[Any], None], contexts: Callable[[Arch], Iterable[tuple[str, BuildContext]]],
@@ -40,6 +41,18 @@ def main(cases: Callable[[], Sequence[Any]], simulated: Callable[[Any], None], c
         except Exception as error:
             raise AssertionError(str(case)) from error
     print(f"{len(chosen)} cases {outcome}")
+
+
+def offer_is_whole(engine: Engine, region: Region, arch: Arch, what: str) -> None:
+    """The engine's offer names the kernels that its build asks for, with JSON values as constants, and is what it
+    answers to the offer's own knobs."""
+    offer, asked = engine.match(region, arch), []
+    assert isinstance(offer, Offer), (what, offer)
+    engine.build(BuildContext(region, arch, offer, asked.append))
+    kernels = engine.kernels(region, arch, offer)
+    assert tuple(asked) == kernels, what
+    assert all(json.loads(json.dumps(dict(k.constants))) == dict(k.constants) for k in kernels), what
+    assert engine.offer_with(region, arch, offer.knobs) == offer, what
 
 
 @contextlib.contextmanager
@@ -74,3 +87,27 @@ def guarded_memory(poisoned: bool | int = False) -> Iterator[Callable[[Callable]
 
     with mock.patch.object(quantized, "addresses", known):
         yield guarded
+
+
+@contextlib.contextmanager
+def poisoned_results() -> Iterator[None]:
+    """Within it what launches that are built make for a quantize, its workspace too, holds 0xff at first, NaN of every
+    dtype; amax stays 0."""
+    from layerplan.kernels.common import quantized
+
+    maker = quantized.maker
+
+    def poisoning(*given):
+        make = maker(*given)
+
+        def poisoned(like, lead):
+            *made, amax, workspace = make(like, lead)
+            for t in (*made, workspace):
+                if t is not None:
+                    t.view(torch.uint8).fill_(0xFF)
+            return *made, amax, workspace
+
+        return poisoned
+
+    with mock.patch.object(quantized, "maker", poisoning):
+        yield

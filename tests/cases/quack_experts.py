@@ -173,12 +173,12 @@ def run(case: Case, launch, device: str, seed: int = 0) -> None:
     given, used = inputs(case, seed)
     here = [_placed(t.to(device), case) if t.is_floating_point() else t.to(device) for t in given.values()]
     reference = BY_ID["reference/eager"].load().build(BuildContext(made, None, None)).launch
-    exact = _tuple(reference(*(t.double() if t.is_floating_point() else t for t in here)))
-    peers = _tuple(reference(*here))
+    exact = as_tuple(reference(*(t.double() if t.is_floating_point() else t for t in here)))
+    peers = as_tuple(reference(*here))
     turns = []
     for _ in range(2):
         oracle.poison(*peers)
-        turns.append([t[:used] for t in _tuple(launch(*here))])
+        turns.append([t[:used] for t in as_tuple(launch(*here))])
     assert len(turns[0]) == len(peers)
     for value, got, again, truth, peer in zip(made.graph.outputs, *turns, exact, peers, strict=True):
         assert got.dtype == peer.dtype, f"{case}: {value} is {got.dtype}, not {peer.dtype}"
@@ -187,7 +187,7 @@ def run(case: Case, launch, device: str, seed: int = 0) -> None:
         oracle.same_bits(again, got, f"{case}: rerun of {value}")
 
 
-def _tuple(made) -> tuple[torch.Tensor, ...]:
+def as_tuple(made) -> tuple[torch.Tensor, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 

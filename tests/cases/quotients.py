@@ -41,8 +41,9 @@ def off(ulps: int):
 
 def on_arrays(fp8, ulps: int) -> None:
     """The module's functions on arrays from now on."""
-    fp8.d = types.SimpleNamespace(mul=lambda a, b: np.asarray(a * b, np.float32), fma=simt.fused, reciprocal=off(ulps))
-    fp8.cutlass = types.SimpleNamespace(select_=np.where)
+    fp8.d = types.SimpleNamespace(
+        mul=lambda a, b: np.asarray(a * b, np.float32), fma=simt.fused, reciprocal=off(ulps), select=np.where
+    )
     fp8.bits_of = lambda value: np.asarray(value, np.float32).view(np.uint32)
     fp8.float_of = lambda bits: np.asarray(bits, np.uint32).view(np.float32)
     fp8.Float32, fp8.Uint32 = np.float32, lambda value: np.asarray(value).astype(np.uint32)

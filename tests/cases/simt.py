@@ -527,8 +527,9 @@ _PTX = {
 
 
 def instruction(code: str, *values):
-    """What the device helpers' one-instruction functions do."""
-    return np.float32(_PTX[code.split(".f32")[0]](*(np.float32(v) for v in values)))
+    """What the device helpers' one-instruction functions do. A NaN has a GPU's bits: a CPU's may have a sign."""
+    made = np.float32(_PTX[code.split(".f32")[0]](*(np.float32(v) for v in values)))
+    return np.uint32(0x7FFFFFFF).view(np.float32) if np.isnan(made) else made
 
 
 def _module(name: str, **names) -> types.ModuleType:

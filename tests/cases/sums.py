@@ -16,8 +16,8 @@ def worst_order(terms: torch.Tensor, exact: torch.Tensor, peer: torch.Tensor, co
     Terms have no order of their own, and the error of their sum depends on it: it is a draw, and so is PyTorch's. Twice
     the root mean square of n draws is passed by that of n others with the probability of F(n, n) > 4: 0.3 for one, 1e-4
     for 32 (``FEW``). Below, one draw of PyTorch's does not say how large its errors are. Twice the largest of 64 is
-    passed by one more with a probability of 2e-5 where the draws have one spread; no order spreads further than one term
-    after another, where every partial sum is of all terms before."""
+    passed by one more with a probability of 2e-5 where the draws have one spread; no order spreads further than one
+    term after another, where every partial sum is of all terms before."""
     if not peer.numel() or not len(terms):
         return peer
     terms, generator = terms.float().cpu().reshape(len(terms), -1), torch.Generator().manual_seed(0)

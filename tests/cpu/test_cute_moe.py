@@ -15,14 +15,13 @@ import torch
 
 from layerplan.integration.engines.arch import ARCHS
 from layerplan.integration.engines.contract import BuildContext, Decline, Offer
-from layerplan.integration.engines.manifest import BY_ID, GPUS, MANIFEST
+from layerplan.integration.engines.manifest import BY_ID, GPUS
 from layerplan.integration.graph.ir import Dim, GraphBuilder, TensorSpec
-from layerplan.integration.planner import cover
 from layerplan.integration.planner.cover import region_of
 from layerplan.integration.planner.planner import plan
 from layerplan.kernels.moe import places
 from layerplan.kernels.moe.cute import CuteMoE
-from tests.cases import cute_group, cute_router
+from tests.cases import cute_group, cute_router, own_cases
 from tests.cases.cute_moe import KINDS, LARGE, SMALL, Case, fuzzed, knobs, region
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,14 +106,7 @@ def test_knobs_that_no_kernel_can_run_with_are_declined_by_name(given, word):
 def test_every_offer_names_the_kernels_that_its_build_asks_for_and_stands_for_its_own_knobs(arch):
     engine, chip = CuteMoE(), ARCHS[arch]
     for case in (*SMALL, *LARGE, *map(fuzzed, range(60))):
-        made, asked = region(case), []
-        offer = engine.match(made, chip)
-        assert isinstance(offer, Offer), (str(case), offer)
-        engine.build(BuildContext(made, chip, offer, lambda kernel, asked=asked: asked.append(kernel)))
-        kernels = engine.kernels(made, chip, offer)
-        assert tuple(asked) == kernels
-        assert json.loads(json.dumps(dict(kernels[0].constants))) == dict(kernels[0].constants)
-        assert engine.offer_with(made, chip, offer.knobs) == offer
+        own_cases.offer_is_whole(engine, region(case), chip, str(case))
 
 
 def test_accesses_are_as_wide_as_rows_divide_into_and_offers_say_what_narrow_ones_cost():
@@ -235,11 +227,9 @@ def test_experts_that_cannot_be_told_are_seen_as_such():
     ).any()
 
 
-def test_off_trial_the_planner_takes_it_for_both_ways_of_a_routed_layer(monkeypatch):
+def test_the_planner_takes_it_for_both_ways_of_a_routed_layer():
     if absent := BY_ID["moe/cute"].absent():
         pytest.skip(absent)
-    entries = tuple(dataclasses.replace(e, trial=e.trial and e.id != "moe/cute") for e in MANIFEST)
-    monkeypatch.setattr(cover, "MANIFEST", entries)
     b, t = GraphBuilder(), Dim("t", 16384)
     x = b.input("x", TensorSpec((t, 2048), "bfloat16"))
     probs, expert_map = b.op("router", logits=b.input("logits", TensorSpec((t, 64), "float32")), topk=8)
@@ -321,8 +311,9 @@ def test_compiled_code_takes_the_arguments_that_launches_give_it(tmp_path):
 
 
 @pytest.mark.parametrize("t", [
-    torch.arange(24.0).view(6, 4), torch.arange(48.0).view(6, 8)[:, ::2], torch.arange(24.0).view(4, 6).t(), torch.arange(9.0)[1:].view(2, 4),
-    torch.arange(8.0).view(4, 2)[:, 1:], torch.arange(8.0).as_strided((1, 4), (3, 2)), torch.arange(8.0).as_strided((1, 1), (3, 5)), torch.empty(0, 4),
+    torch.arange(24.0).view(6, 4), torch.arange(48.0).view(6, 8)[:, ::2], torch.arange(24.0).view(4, 6).t(),
+    torch.arange(9.0)[1:].view(2, 4), torch.arange(8.0).view(4, 2)[:, 1:], torch.arange(8.0).as_strided((1, 4), (3, 2)),
+    torch.arange(8.0).as_strided((1, 1), (3, 5)), torch.empty(0, 4),
 ], ids=lambda t: f"{list(t.shape)}-{t.stride()}-{t.storage_offset()}")  # fmt: skip
 def test_numbers_by_slot_reach_a_kernel_contiguous_and_aligned_whatever_their_strides(t):
     made = places.whole(t)

@@ -4,7 +4,6 @@ by thread."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -13,15 +12,16 @@ from pathlib import Path
 import pytest
 
 from layerplan.integration.engines.arch import ARCHS
-from layerplan.integration.engines.contract import BuildContext, Decline, Offer
-from layerplan.integration.engines.manifest import BY_ID, GPUS, MANIFEST
-from layerplan.integration.planner import cover, tune
+from layerplan.integration.engines.contract import Decline, Offer
+from layerplan.integration.engines.manifest import BY_ID, GPUS
+from layerplan.integration.planner import tune
 from layerplan.integration.planner.cover import fits, region_of
 from layerplan.integration.planner.planner import plan
 from layerplan.kernels.moe.cute_quantize import CuteMoEQuantize
-from tests.cases import cute_quantize
+from tests.cases import cute_quantize, own_cases
 from tests.cases.cute_moe import knobs
 from tests.cases.cute_moe_quantize import LARGE, SMALL, Case, fuzzed, region
+from tests.cases.trial import off_trial
 
 ROOT = Path(__file__).resolve().parents[2]
 USUAL = Case(64, 8, 64, 2048, probs="float32")
@@ -74,14 +74,7 @@ def test_single_nodes_and_other_chains_are_not_its_region():
 def test_every_offer_names_the_kernel_that_its_build_asks_for_and_stands_for_its_own_knobs(arch):
     engine, chip = CuteMoEQuantize(), ARCHS[arch]
     for case in (*SMALL, *LARGE, *map(fuzzed, range(60))):
-        made, asked = region(case), []
-        offer = engine.match(made, chip)
-        assert isinstance(offer, Offer), (str(case), offer)
-        engine.build(BuildContext(made, chip, offer, lambda kernel, asked=asked: asked.append(kernel)))
-        kernels = engine.kernels(made, chip, offer)
-        assert tuple(asked) == kernels
-        assert json.loads(json.dumps(dict(kernels[0].constants))) == dict(kernels[0].constants)
-        assert engine.offer_with(made, chip, offer.knobs) == offer
+        own_cases.offer_is_whole(engine, region(case), chip, str(case))
 
 
 def test_groups_without_padding_are_code_for_any_number_of_experts_and_probabilities_unread_are_no_code():
@@ -106,8 +99,7 @@ def test_off_trial_the_planner_takes_it_and_moves_fewer_bytes(monkeypatch):
     graph = region(dataclasses.replace(USUAL, tokens=16384)).graph
     before = plan(graph, ARCHS["sm_90"])
     assert [r.ops for r in before.forward.regions] == [("permute",), ("quantize",)]
-    entries = tuple(dataclasses.replace(e, trial=e.trial and e.id != "moe_quantize/cute") for e in MANIFEST)
-    monkeypatch.setattr(cover, "MANIFEST", entries)
+    off_trial(monkeypatch, ["moe_quantize/cute"])
     (whole,) = plan(graph, ARCHS["sm_90"]).forward.regions
     assert (whole.ops, whole.engine) == (("permute", "quantize"), "moe_quantize/cute")
     parts = [region_of(graph, [node]).cost()[1] for node in graph.nodes]
@@ -128,7 +120,9 @@ def test_rows_that_a_permute_leaves_open_are_open_behind_it_too():
 
 
 @needs_compiler
-@pytest.mark.parametrize("text", ["5x2 of 4", "9x3 of 5", "8x2 of 3", "7x", "3x2 of 2", "2x", "4x2 of 3", "0x2", "3x3 of 4", "8x2 of 4"])
+@pytest.mark.parametrize("text", [
+    "5x2 of 4", "9x3 of 5", "8x2 of 3", "7x", "3x2 of 2", "2x", "4x2 of 3", "0x2", "3x3 of 4", "8x2 of 4",
+])  # fmt: skip
 @pytest.mark.timeout(900)
 def test_the_device_code_gives_the_bits_of_the_references_run_thread_by_thread(text):
     command = [sys.executable, "-m", "tests.cases.cute_moe_quantize", text]

@@ -169,6 +169,9 @@ def quantized(case: with_quantize.Case, arch="sm_90"):
                         knobs=knobs(threads=128, rows=1, together=True)), "blocks of 256"),
     (with_quantize.Case("rms_norm", 8, 12288, with_quantize.BLOCK, transposed=True,
                         knobs=knobs(threads=256, rows=1, together=True)), "6 vectors"),
+    (with_quantize.Case("rms_norm", 8, 4096, with_quantize.BLOCK, knobs=knobs(threads=128, apart=True)), "apart = True"),
+    (with_quantize.Case("rms_norm", 8, 4096, with_quantize.SWIZZLED, transposed=True, knobs=knobs(threads=128, apart=True)),
+     "apart = True"),
 ])  # fmt: skip
 def test_a_norm_with_quantize_is_declined_with_what_stands_in_the_way(case, word):
     got = quantized(case)
@@ -190,7 +193,7 @@ def test_a_norm_alone_or_with_a_quantize_of_another_value_is_not_its_region():
 def test_a_norm_with_quantize_is_offered_on_every_gpu_and_names_the_kernels_that_it_builds(arch):
     for case in (*with_quantize.SMALL, *with_quantize.LARGE):
         made, engine = with_quantize.regions(case)[0], CuteNormQuantize()
-        one = dict(case.knobs).get("together", False)  # other knobs may ask for more than an older GPU has
+        one = {n for n, v in case.knobs if v is True} & {"together", "apart"}  # others may ask for more than an older GPU has
         offer, asked = engine.offer_with(made, ARCHS[arch], case.knobs) if one else engine.match(made, ARCHS[arch]), []
         assert isinstance(offer, Offer), (case, offer)
         engine.build(BuildContext(made, ARCHS[arch], offer, lambda kernel, asked=asked: asked.append(kernel)))
@@ -210,6 +213,16 @@ def test_a_transposed_copy_announces_the_residual_sum_that_nobody_else_wants():
     counters = 4 * 2  # who has begun, and one number for 128 rows
     assert quantized(case).workspace_bytes == 64 * (4096 * 2 + 4) + counters
     assert quantized(dataclasses.replace(case, extra=("residual_out", "rstd"))).workspace_bytes == counters
+
+
+def test_scales_that_lie_apart_are_announced_as_a_workspace_and_a_launch_more_and_not_the_default():
+    case = with_quantize.Case("rms_norm", 64, 4096, with_quantize.BLOCK, given=("weight", "residual"),
+                              extra=("residual_out", "rstd"), transposed=True)  # fmt: skip
+    assert dict(quantized(case).knobs)["apart"] is False
+    for chosen in ({"threads": 128}, {"threads": 128, "rows": 2, "together": True}):
+        without, offer = (quantized(dataclasses.replace(case, knobs=knobs(**chosen, apart=a))) for a in (False, True))
+        assert offer.workspace_bytes - without.workspace_bytes == 32 * 2 * 128 * 4  # of 32 tiles
+        assert (offer.launches, offer.host_us) == (without.launches + 1, without.host_us + 4)
 
 
 @pytest.mark.parametrize(("width", "residual", "transposed", "expected"), [

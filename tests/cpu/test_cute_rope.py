@@ -13,7 +13,7 @@ import torch
 
 from layerplan.integration.engines.arch import ARCHS
 from layerplan.integration.engines.contract import BuildContext, Decline, Offer
-from layerplan.integration.engines.manifest import BY_ID, GPUS, MANIFEST
+from layerplan.integration.engines.manifest import BY_ID, GPUS
 from layerplan.integration.engines.packages import locate
 from layerplan.integration.graph.autodiff import differentiate
 from layerplan.integration.graph.ir import Dim, GraphBuilder, TensorSpec
@@ -26,6 +26,9 @@ from tests.cases.cute_rope import FORMS, LARGE, Case, cases, fuzzed, knobs, regi
 
 ROOT = Path(__file__).resolve().parents[2]
 SMEM = 227 * 1024
+needs_compiler = pytest.mark.skipif(
+    not (locate("cutlass").here and locate("tvm_ffi").here), reason="needs nvidia-cutlass-dsl and apache-tvm-ffi"
+)
 
 
 def answer(case: Case, arch="sm_90"):
@@ -172,16 +175,6 @@ def test_a_slot_takes_as_many_queries_as_divide_a_group_and_fit_in_flight(querie
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def off_trial(monkeypatch):
-    """The planner chooses it, whether or not it is on trial."""
-    entries = tuple(dataclasses.replace(e, trial=e.trial and e.id != "rope/cute") for e in MANIFEST)
-    monkeypatch.setattr(cover, "MANIFEST", entries)
-    for entry in entries:
-        if entry.id == "rope/cute" and entry.absent():
-            pytest.skip(entry.absent())
-
-
 def attention_plan(norm=None, positions=False, arch="sm_90"):
     heads, d = HeadLayout(2, 2, 64), 64
     names = ["x", "qkv", "proj"]
@@ -201,9 +194,10 @@ def attention_plan(norm=None, positions=False, arch="sm_90"):
     return plan(build(*tensors), ARCHS[arch], needs_grad=needs, recompute=QK_NORM_INPUTS if norm else frozenset())
 
 
+@needs_compiler
 @pytest.mark.parametrize("norm", [None, "rms_norm", "layer_norm"])
 @pytest.mark.parametrize("arch", GPUS)
-def test_an_attentions_plan_takes_split_norms_and_rotations_both_ways_in_one_region(off_trial, norm, arch):
+def test_an_attentions_plan_takes_split_norms_and_rotations_both_ways_in_one_region(norm, arch):
     made = attention_plan(norm, arch=arch)
     forward, backward = (
         [r.ops for r in part.regions if r.engine == "rope/cute"] for part in (made.forward, made.backward)
@@ -217,14 +211,16 @@ def test_an_attentions_plan_takes_split_norms_and_rotations_both_ways_in_one_reg
         ]
 
 
-def test_positions_of_queries_and_keys_stay_in_the_region(off_trial):
+@needs_compiler
+def test_positions_of_queries_and_keys_stay_in_the_region():
     made = attention_plan("rms_norm", positions=True)
     (region_,) = [r for r in made.forward.regions if r.engine == "rope/cute"]
     constants = dict(CuteRope().kernels(region_.region, ARCHS["sm_90"], region_.offer)[0].constants)
     assert constants["positions"] == ["int32", "int32"]
 
 
-def test_a_pin_names_it_for_the_region_that_it_takes(off_trial):
+@needs_compiler
+def test_a_pin_names_it_for_the_region_that_it_takes():
     from layerplan.integration.planner.plan_file import pins_of
 
     first = attention_plan("rms_norm")
@@ -276,11 +272,6 @@ def test_device_code_run_thread_by_thread_agrees_with_the_reference(form):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "cases agree" in run.stdout and not run.stdout.startswith("0 ")
-
-
-needs_compiler = pytest.mark.skipif(
-    not (locate("cutlass").here and locate("tvm_ffi").here), reason="needs nvidia-cutlass-dsl and apache-tvm-ffi"
-)
 
 
 @needs_compiler

@@ -33,7 +33,7 @@ def test_text_of_a_plan_says_why_a_reference_runs_on_a_gpu():
     part = text.partition("reference   plain PyTorch runs\n")[2].splitlines()
     assert part[0] == "  sdpa, sdpa_bwd in norm + self attention, because"
     (dtype,) = [line for line in part if "dtype float32: bfloat16 and float16 only" in line]
-    assert dtype.split(":")[0].strip() == "attention/torch_cudnn, attention/torch_flash"
+    assert dtype.split(":")[0].strip() == "attention/torch_cudnn, attention/torch_flash, attention/fa4, attention/fa4_deterministic"
     assert any("attention/torch_cpu:" in line and "has no code for sm_90" in line for line in part)
     held = str(estimate_recipe(load_recipe("gpt_tiny", ["plan.per_module=*.mlp=reference"]), Arch.parse("sm_90")))
     assert "swiglu" in held and "in norm + mlp (reference), because\n      policy is reference\n" in held

@@ -1,15 +1,12 @@
-"""The check that code asks for no values of tensors (``tests/cases/host_reads.py``) sees what it is for; the graphs of MoE
-layers pass it."""
+"""The check that code asks for no values of tensors (``tests/cases/host_reads.py``) sees what it is for; the graphs of
+MoE layers pass it."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
 
-from layerplan.integration.engines.manifest import MANIFEST
-from layerplan.integration.planner import cover, runner
+from layerplan.integration.planner import runner
 from layerplan.integration.planner.policy import Policy
 from layerplan.integration.planner.runner import Runner
 from layerplan.modules.graphs import Activation, TensorParallel
@@ -77,7 +74,8 @@ def test_questions_in_a_backward_are_seen():
         y = Asks.apply(x).sum()
         assert not reads
         y.backward()
-    assert [(what, where.rpartition(":")[2]) for what, where in reads] == [("_local_scalar_dense", "backward"), ("tolist", "backward")]
+    found = [(what, where.rpartition(":")[2]) for what, where in reads]
+    assert found == [("_local_scalar_dense", "backward"), ("tolist", "backward")]
 
 
 # ---- layers of experts -----------------------------------------------------------------------------------------------
@@ -89,13 +87,15 @@ GROUPS = Routing(E, K, "sigmoid", scaling_factor=2.5, num_groups=2, group_topk=1
 
 def _router(routing: Routing, bias: bool):
     names, build = router_graph(routing, bias=bias, padding=True, z_coefficient=1e-3, balanced=(1, 2), counted=True)
-    given = {"logits": torch.randn(T, E, requires_grad=True), "expert_bias": torch.zeros(E), "padding_mask": torch.arange(T) % 5 == 0}
+    given = {"logits": torch.randn(T, E, requires_grad=True), "expert_bias": torch.zeros(E),
+             "padding_mask": torch.arange(T) % 5 == 0}  # fmt: skip
     return names, build, [given[n] for n in names]
 
 
 def _balance():
     names, build = balance_graph(PLAIN, 1e-2, padding=True)
-    return names, build, [torch.randn(T, E, requires_grad=True), torch.full((1, E), 12.0), torch.full((1,), float(T)), torch.zeros(T).bool()]
+    tokens, total, padding = torch.full((1, E), 12.0), torch.full((1,), float(T)), torch.zeros(T).bool()
+    return names, build, [torch.randn(T, E, requires_grad=True), tokens, total, padding]
 
 
 def _experts():
@@ -114,15 +114,13 @@ GRAPHS = {"router": lambda: _router(PLAIN, False), "router with bias and groups"
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Values of inputs are not checked, which is free on a CPU alone; the engine that multiplies groups in one call is not on trial."""
+    """Values of inputs are not checked, which is free on a CPU alone."""
     monkeypatch.setattr(runner, "readable", lambda t: False)
     monkeypatch.setattr(runner, "_plans", {})
-    entries = tuple(dataclasses.replace(e, trial=e.trial and e.id != "grouped_matmul/torch") for e in MANIFEST)
-    monkeypatch.setattr(cover, "MANIFEST", entries)
 
 
 def _reads(graph: str, mode: str) -> tuple[list, Runner]:
-    """What a forward and backward ask for: once while they are planned, which is not looked at, once as in every step."""
+    """What a forward and backward ask for in every step, not while they are planned; their runner."""
     names, build, given = GRAPHS[graph]()
     run = Runner(build, names, policy=Policy(mode), name=graph)
 

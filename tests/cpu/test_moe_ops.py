@@ -11,6 +11,7 @@ from layerplan.integration import ops
 from layerplan.integration.engines.arch import ARCHS
 from layerplan.integration.engines.contract import Decline, Offer
 from layerplan.integration.engines.manifest import BY_ID
+from layerplan.integration.engines.packages import locate
 from layerplan.integration.graph.autodiff import differentiate
 from layerplan.integration.graph.ir import Dim, GraphBuilder, GraphError, TensorSpec, size_of
 from layerplan.integration.graph.ops.moe import capacity
@@ -137,7 +138,7 @@ def test_rows_are_laid_out_for_any_map_and_the_graph_says_how_many():
     assert graph.signature() != other.signature()
 
 
-def test_on_a_gpu_routing_and_moving_are_torchs_and_generated_kernels_take_the_activation_alone():
+def test_on_a_gpu_routing_and_moving_are_one_engines_and_generated_kernels_take_the_activation_alone():
     graph = layer(16)(*layer_inputs(4096, torch.bfloat16))
     made = plan(graph, ARCHS["sm_90"], needs_grad=(True,) * 4)
     engines = {(op, r.engine) for part in (made.forward, made.backward) for r in part.regions for op in r.ops}
@@ -151,7 +152,7 @@ def test_on_a_gpu_routing_and_moving_are_torchs_and_generated_kernels_take_the_a
         "permute_bwd",
         "unpermute_bwd",
     }
-    assert {e for op, e in engines if op in routing} == {"moe/torch"}
+    assert {e for op, e in engines if op in routing} == {"moe/cute" if locate("cutlass").here else "moe/torch"}
     assert {op for op, e in engines if e == "pointwise/inductor"} <= {"swiglu", "swiglu_bwd"}
     assert not {
         op for op in op_table() if "expert" in op or "permute" in op or "router" in op or "grouped" in op
@@ -386,7 +387,7 @@ X, MAP, ROWS, W, ENDS, LOGITS = (
     ends(2, 2),
     torch.zeros(3, 4),
 )
-PERMUTED = ops.permute(X, MAP, num_experts=2)
+PERMUTED, PADDED = ops.permute(X, MAP, num_experts=2), ops.permute(X, MAP, num_experts=2, align=4)
 BAD = {
     "expert behind the last": (lambda: ops.permute(X, MAP + 2, num_experts=2), "expert_map spans 2 .. 2", "[0, 2)"),
     "expert below -1": (lambda: ops.permute(X, MAP - 2, num_experts=2), "expert_map spans -2 .. -2", "-1 where a slot is dropped"),
@@ -401,9 +402,13 @@ BAD = {
     "probs on the way back": (lambda: ops.unpermute(ROWS, PERMUTED, torch.zeros(6)), "probs", "one probability per slot"),
     "rows": (lambda: ops.unpermute(ROWS[:5], PERMUTED), "unpermute: rows [5, 8]", "6 slots"),
     "rows between": (lambda: ops.unpermute(torch.zeros(7, 8), PERMUTED), "unpermute: rows [7, 8]", "6 slots"),
+    "rows of another alignment": (lambda: ops.unpermute(torch.zeros(12, 8), PERMUTED), "unpermute: rows [12, 8]", "as many as permute made, 6"),
     "no Permuted": (lambda: ops.unpermute(ROWS, MAP), "permuted = Tensor", "what permute returned"),
     "row_map": (lambda: ops.unpermute(ROWS, PERMUTED._replace(row_map=MAP)), "row_map", "to two slots"),
     "row_map too far": (lambda: ops.unpermute(ROWS, PERMUTED._replace(row_map=PERMUTED.row_map + 1)), "row_map reaches row 6", "[0, 6)"),
+    "row_map below -1": (lambda: ops.unpermute(ROWS, PERMUTED._replace(row_map=PERMUTED.row_map - 6)), "row_map reaches row -6", "or be -1"),
+    "a row without a slot": (lambda: ops.unpermute(ROWS, PERMUTED._replace(row_map=PERMUTED.row_map - 1)), "row_map and counts", "row 5"),
+    "a slot's row in the padding": (lambda: ops.unpermute(PADDED.rows, PADDED._replace(row_map=PADDED.row_map + 1)), "row_map and counts", "row 0"),
     "counts": (lambda: ops.unpermute(ROWS, PERMUTED._replace(counts=PERMUTED.counts + 1)), "counts[0] = 7", "6 rows"),
     "offsets of permute": (lambda: ops.unpermute(ROWS, PERMUTED._replace(offsets=torch.tensor([6, 5]).int())), "offsets[1] = 5 after 6", "must not decrease"),
     "offsets that fall": (lambda: ops.grouped_matmul(ROWS, W, torch.tensor([4, 2]).int()), "offsets[1] = 2 after 4", "must not decrease"),
@@ -443,6 +448,13 @@ def test_what_breaks_a_rule_is_refused_by_name(what):
         call()
     for word in words:
         assert word in str(info.value), f"{word!r} is not in: {info.value}"
+
+
+def test_experts_that_a_mask_hides_are_chosen_from_the_kept_groups():
+    hidden = float("-inf")
+    logits = torch.tensor([[hidden, hidden, 1.0, hidden, 2.0, hidden]])
+    probs, experts = ops.router(logits, topk=3, num_groups=3, group_topk=2)
+    assert experts.tolist() == [[4, 2, 3]] and probs[0, 2] == 0
 
 
 def test_an_unhashable_argument_is_refused_by_name():

@@ -122,6 +122,23 @@ def test_own_kernels_compile_spill_nothing_and_move_whole_vectors(store, arch):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", GPUS)
+def test_kernels_whose_scales_go_through_a_workspace_do_so_too(store, arch):
+    given = [(c.engine, cute_quantize.region(c), c.knobs) for gate in (False, True)
+             for c in (cute_quantize.Case(64, 4096, BLOCK, gate=gate, knobs=cute_quantize.apart()),)]  # fmt: skip
+    norm = cute_norm_quantize.Case(
+        "rms_norm", 64, 4096, BLOCK, ("weight", "residual"), ("residual_out", "rstd"), transposed=True
+    )
+    for chosen in (knobs(threads=128, apart=True), knobs(threads=128, rows=2, together=True, apart=True)):
+        given.append(("norm_quantize/cute", cute_norm_quantize.regions(norm)[0], chosen))
+    asked = [BY_ID[e].load().kernels(r, ARCHS[arch], cute_quantize.offered(e, r, ARCHS[arch], k)) for e, r, k in given]
+    used = compiles_well(store, arch, [kernel for some in asked for kernel in some])
+    moves = [u.registers for name, u in used if "ScalePlaces" in name]
+    assert len(moves) == len(given), "one of each launch"
+    assert max(moves) <= 32, "registers that leave a multiprocessor all its threads"
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])  # one of each bound on registers
 def test_kernels_that_quantise_both_ways_do_so_too(store, arch):
     case = functools.partial(cute_quantize.Case, 64, 4096)
@@ -135,17 +152,21 @@ def test_kernels_that_quantise_both_ways_do_so_too(store, arch):
     compiles_well(store, arch, [kernel for some in asked for kernel in some])
 
 
-def compiles_well(store: Store, arch: str, wanted: list[Kernel]) -> None:
-    compiler, faults = Compiler(chip(ARCHS[arch])), []
+def compiles_well(store: Store, arch: str, wanted: list[Kernel]) -> list[tuple[str, cubin.Resources]]:
+    """(name, what it uses) of the device functions of all."""
+    compiler, faults, found = Compiler(chip(ARCHS[arch])), [], []
     for kernel in wanted:
         key = keyed(kernel, ARCHS[arch])
         with store.workshop() as folder:
             entry = build.make(key, store, folder, compiler)
-        faults += [f"{key}: {fault}" for fault in _faults(kernel.target, entry.file(".o").read_bytes())]
+        compiled = entry.file(".o").read_bytes()
+        faults += [f"{key}: {fault}" for fault in _faults(kernel.target, compiled)]
+        found += cubin.resources(compiled).items()
         used = ", ".join(f"{u['registers']} registers" for u in entry.facts["resources"].values())
         print(f"{arch} {key}: {entry.facts['seconds']:.1f} s, {used}")
     compiler.close()
     assert not faults, "\n".join(faults)
+    return found
 
 
 def _faults(target: str, compiled: bytes) -> Iterator[str]:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 
@@ -267,6 +268,23 @@ def test_a_folder_that_cannot_be_written_costs_a_compile_and_no_error(cache, mad
     assert callable(build.obtain(keyed(SCALE, SM_90), Store(()), compiler)) and compiler.count == 2
 
 
+def test_a_full_disk_costs_a_compile_and_no_error(cache, made, monkeypatch):
+    store, folder, compiler = cache
+    made_in, replace = [], os.replace
+    disk.remove(store.find(made.key))
+
+    def full(source, target):
+        if Path(target).parent == folder:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        replace(source, target)
+
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 30, 1 << 30, 0))
+    monkeypatch.setattr(disk.os, "replace", full)
+    monkeypatch.setattr(compiler, "compile", lambda w, f: made_in.append(f) or Double.compile(compiler, w, f))
+    assert callable(build.obtain(keyed(SCALE, SM_90), store, compiler)) and compiler.count == 1
+    assert folder not in made_in[0].parents and store.find(made.key) is None
+
+
 def test_a_read_only_folder_serves_its_entries_and_takes_none(cache, made, monkeypatch):
     store, folder, compiler = cache
     before = {f: f.stat().st_mtime_ns for f in folder.iterdir()}
@@ -349,6 +367,27 @@ print(callable(function(NOTED, SM_90)))
     error, works = said(started).splitlines()
     assert "noted_scale(dtype=BFloat16, width=1024) for sm_90a does not compile" in error and "signal 9" in error
     assert works == "True"
+
+
+def test_after_an_interrupt_the_next_request_does_not_get_the_answer_of_the_interrupted_one(tmp_path, monkeypatch):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    monkeypatch.setenv("OWN_KERNEL_NOTES", str(notes))
+    monkeypatch.setenv("OWN_KERNEL_PAUSE", "2")
+    compiler, wanted = Compiler("sm_90a"), keyed(SCALE, SM_90)
+
+    def interrupt() -> None:
+        _first_note(notes)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        compiler.compile(keyed(NOTED, SM_90), tmp_path)
+    thread.join()
+    compiler.compile(wanted, tmp_path)
+    assert (tmp_path / f"{wanted.key}.o").is_file()
+    compiler.close()
 
 
 def _first_note(notes: Path) -> int:
@@ -485,6 +524,10 @@ def test_the_cache_s_folders_come_from_the_environment(tmp_path):
     assert settings.cache_folders(home | {"XDG_CACHE_HOME": "x"}) == settings.cache_folders(home)
     assert settings.cache_folders({}) == ()
     assert settings.cache_folders({"LAYERPLAN_CACHE": "/a:/b: "}) == (Path("/a"), Path("/b"))
+    unknown = {"LAYERPLAN_CACHE": "/a:~nobody_of_this_name/b"}
+    assert settings.cache_folders(unknown) == (Path("/a"),)
+    with pytest.raises(settings.SettingsError, match=r"LAYERPLAN_CACHE = .*: ~nobody_of_this_name/b lies in a home"):
+        settings.Settings.from_env(unknown)
 
 
 def test_a_compiling_process_has_no_device_and_no_option_that_changes_code():
@@ -526,9 +569,11 @@ def test_prune_removes_the_old_the_many_the_other_and_the_broken(cache, made, mo
     assert archive.prune(folder, archive.Limits()) == ([], [])
     assert archive.prune(folder, archive.Limits(days=1.0, nbytes=made.nbytes, other_versions=True)) == ([], [])
     (folder / ("0" * 64 + ".so")).touch()
-    (folder / "dead.lock").touch()
-    (folder / "tmp" / "old").mkdir(parents=True)
-    for old in ("0" * 64 + ".so", "dead.lock", "tmp/old"):
+    left_over = ("0" * 64 + ".so", "0" * 64 + ".lock", "tmp/layerplan-compile-old", "layerplan-import-old")
+    (folder / left_over[1]).touch()
+    for old in left_over[2:]:
+        (folder / old).mkdir(parents=True)
+    for old in left_over:
         os.utime(folder / old, (1, 1))
     gone, broken = archive.prune(folder, archive.Limits())
     assert not gone and [f.path.stem for f in broken] == ["0" * 64]
@@ -542,3 +587,18 @@ def test_prune_removes_the_old_the_many_the_other_and_the_broken(cache, made, mo
             assert len(archive.prune(folder, limits)[0]) == len(removed) == 1
     assert [e.key for e in archive.prune(folder, archive.Limits(days=0.0))[0]] == [made.key]
     assert archive.listing(folder).entries == () and archive.listing(folder / "nowhere").entries == ()
+
+
+def test_nobody_else_s_files_are_removed_from_a_folder_that_the_cache_was_put_into(cache):
+    store, folder, _ = cache
+    others = ("poetry.lock", "package.json", "libfoo.so", "main.o", "tmp/thesis.txt", "tmp/results/a.txt")
+    for name in others:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    for name in (*others, "tmp/results"):
+        os.utime(folder / name, (1, 1))
+    with store.workshop() as workshop:  # which clears what dead processes have left
+        assert workshop.parent == folder / "tmp"
+    assert disk.scan(folder, whole=True)[1] == []
+    assert archive.prune(folder, archive.Limits(days=0.0))[1] == []
+    assert all((folder / name).read_text() == "{}" for name in others)

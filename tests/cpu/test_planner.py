@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from layerplan.integration import ops
+from layerplan.integration.engines import manifest
 from layerplan.integration.engines.arch import ARCHS
 from layerplan.integration.engines.contract import Offer, Pattern
 from layerplan.integration.engines.manifest import BY_ID, MANIFEST
@@ -239,7 +240,8 @@ def test_policy_deterministic_declines_atomics_with_reason():
     p = plan(sdpa(LONG), SM90, Policy(deterministic=True), needs_grad=(True,) * 3)
     (bwd,) = [r for r in p.backward.regions if r.ops == ("sdpa_bwd",)]
     assert bwd.engine == "reference/eager"
-    assert {c.engine for c in bwd.candidates if "deterministic" in c.reason} == {"attention/torch_cudnn", "attention/torch_flash"}
+    assert {c.engine for c in bwd.candidates if "policy is deterministic" in c.reason} == {
+        "attention/torch_cudnn", "attention/torch_flash", "attention/fa4"}  # fmt: skip
     assert engines(plan(sdpa(LONG), SM90, Policy(deterministic=True))) == ["attention/torch_cudnn"]
 
 
@@ -283,7 +285,7 @@ def test_absent_package_is_a_reason_not_an_error(monkeypatch):
 
     monkeypatch.setattr(manifest, "absence", lambda name: absence("no_such_package" if name == "triton" else name))
     b = GraphBuilder()
-    graph = b.build([b.op("swiglu", x=b.input("x", bf16(8, 16)))])
+    graph = b.build([b.op("geglu", x=b.input("x", bf16(8, 16)))])
     (region,) = plan(graph, SM90).forward.regions
     assert region.engine == "reference/eager"
     assert any("'no_such_package', which is not installed" in c.reason for c in region.candidates)
@@ -323,6 +325,35 @@ def test_functional_call_refuses_an_unknown_policy():
     with pytest.raises(ValueError, match="fast"):
         ops.rms_norm(torch.randn(2, 4), torch.ones(4), eps=1e-5, policy="fast")
     assert differentiate(layer(), (True,) * 5).grad_outputs == (0,)
+
+
+def test_nobody_is_told_to_install_what_would_not_run_anyhow(monkeypatch):
+    gone = ("attention/fa4", "grouped_matmul/deep_gemm", "experts/quack", "linear/quack")
+    packages = {n for e in gone for n in BY_ID[e].needs if n != "torch"}
+    monkeypatch.setattr(manifest, "absence", lambda module: f"needs {module}, which is not installed" if module in packages else None)
+
+    def refused(graph, policy):
+        with pytest.raises(PlanError) as caught:
+            plan(graph, SM90, policy)
+        return {c.engine: c.reason for c in caught.value.candidates}, str(caught.value).splitlines()[-1]
+
+    b = GraphBuilder()
+    q = [b.input(name, TensorSpec((1, 64, 4, 64), "float32")) for name in "qkv"]
+    wide = b.build([b.op("sdpa", q=q[0], k=q[1], v=q[2])])
+    reasons, ways = refused(wide, Policy(mode="strict"))
+    assert "float32" in reasons["attention/fa4"] and "install" not in ways
+    assert "install" not in refused(wide, Policy(engine="attention/fa4"))[1]
+    reasons, ways = refused(sdpa(), Policy(engine="attention/fa4"))
+    assert "not installed" in reasons["attention/fa4"] and "install what the reasons name" in ways
+
+    b = GraphBuilder()
+    x, w, ends = b.input("x", bf16(256, 128)), b.input("w", bf16(4, 128, 128)), b.input("ends", TensorSpec((4,), "int32"))
+    grouped = b.build([b.op("grouped_matmul", x=x, weight=w, offsets=ends, align=128)])
+    (region,) = plan(grouped, SM90).forward.regions
+    found = {c.engine: c.reason for c in region.candidates}
+    assert "on trial" in found["grouped_matmul/deep_gemm"] and "not installed" in found["grouped_matmul/quack"]
+    reasons, ways = refused(grouped, Policy(engine="grouped_matmul/deep_gemm"))
+    assert "not installed" in reasons["grouped_matmul/deep_gemm"] and "install what the reasons name" in ways
 
 
 def test_an_engine_on_trial_runs_only_where_it_is_named(monkeypatch):

@@ -253,10 +253,23 @@ def test_own_engines_take_every_kind_on_every_gpu_and_say_what_they_do_not_take(
         .match(one("swiglu", x=TensorSpec((Dim("t", 1 << 31), 8), "bfloat16")), SM90)
         .reason
     )
-    chosen = cute_quantize.knobs(down=True, streaming=5)
+    chosen = cute_quantize.apart(streaming=5)
     assert "streaming = 5" in reason("quantize/cute", Case(4, 64, BLOCK), chosen=chosen)
+    for case in (Case(4, 64, BLOCK, transposed=False), Case(4, 64, MX), Case(4, 64, MX, gate=True)):
+        assert "apart = True: scales go through a workspace" in reason(case.engine, case, chosen=cute_quantize.apart())
     chosen = cute_quantize.knobs(down=True)
     assert "streaming" in reason("swiglu_quantize/cute", Case(4, 64, BLOCK, gate=True), chosen=chosen)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_scales_that_lie_apart_are_announced_as_a_workspace_and_a_launch_more_and_not_the_default(gate):
+    case = Case(130, 300, BLOCK, gate=gate)
+    usual, other = (cute_quantize.offered(case.engine, region(case), SM90, k) for k in ((), cute_quantize.apart()))
+    assert dict(usual.knobs)["apart"] is False
+    assert (usual.launches, usual.workspace_bytes, usual.host_us) == (1, 0, 14)
+    tiles = 1 * 3  # of 64 rows, which stand for any number, and 300 values
+    assert (other.launches, other.workspace_bytes, other.host_us) == (2, tiles * 2 * 128 * 4, 18)
+    assert "apart" not in dict(cute_quantize.offered(case.engine, region(dataclasses.replace(case, quantize=MX)), SM90).knobs)
 
 
 def test_a_swiglu_whose_result_others_read_is_not_fused_with_its_quantize():
@@ -310,12 +323,14 @@ def test_kernels_are_named_by_what_their_code_depends_on_and_not_by_the_rows():
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "case", [Case(64, 136, BLOCK), Case(64, 136, TENSOR, gate=True, weight="float32")], ids=["quantize", "swiglu"]
+    "case",
+    [Case(64, 136, BLOCK), Case(64, 136, TENSOR, gate=True, weight="float32"), Case(64, 136, BLOCK, knobs=cute_quantize.apart())],
+    ids=["quantize", "swiglu", "apart"],
 )
 def test_a_launch_hands_its_compiled_kernel_what_that_was_compiled_for(case, tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERPLAN_CACHE", str(tmp_path))
     made, engine = region(case), BY_ID[case.engine].load()
-    context = memory.context(made, SM90, cute_quantize.offered(case.engine, made, SM90))
+    context = memory.context(made, SM90, cute_quantize.offered(case.engine, made, SM90, case.knobs))
 
     def labelling(kernel):
         function = context.compile(kernel)
@@ -342,11 +357,16 @@ def script(name: str, *arguments: str) -> str:
 @pytest.mark.parametrize(
     "text",
     ["rows=5, width=136", "rows=5, width=37", "rows=3, width=40", "rows=16, width=48",
-     "rows=7, width=40, quantize={'block': (1, 128)}", "rows=7, width=40, quantize={'block': (1, 32)}"],
+     "rows=7, width=40, quantize={'block': (1, 128)}", "rows=7, width=40, quantize={'block': (1, 32)}", "('apart', True)"],
 )  # fmt: skip
 def test_the_device_code_gives_the_bits_of_the_reference_run_thread_by_thread(text):
     printed = script("cute_quantize", text)
     assert "give the bits of the reference" in printed and not printed.startswith("0 ")
+
+
+@pytest.mark.timeout(600)
+def test_scales_of_more_tiles_than_a_block_takes_go_from_a_workspace_to_their_places():
+    assert "4 workspaces are where they belong" in script("scale_places")
 
 
 def test_faults_in_the_way_through_shared_memory_are_seen_by_the_simulation():

@@ -11,10 +11,14 @@ import sys
 import pytest
 
 from layerplan.integration.engines.arch import Arch
+from layerplan.integration.training.launch import load_checked
 from layerplan.recipes import RECIPES, Recipe, RecipeError, apply_overrides, describe, load_recipe
+from layerplan.recipes.compile import compile_recipe
 from layerplan.recipes.config import folder_problems
+from layerplan.recipes.estimate import estimate_recipe
 from layerplan.recipes.memory import memory_estimate, memory_fit
 from layerplan.recipes.size import flops_per_token, parameter_count
+from layerplan.recipes.tune import tune_recipe
 
 CPU, SM80, SM90 = (Arch.parse(name) for name in ("cpu", "sm_80", "sm_90"))
 
@@ -218,6 +222,24 @@ def test_the_number_of_ranks_must_fit_the_layout_and_the_batch():
     (problem,) = load_recipe("gpt_tiny").validate_world(3)
     assert problem.field == "train.global_batch" and "12" in problem.rule and "12" in problem.remedy
     assert recipe.validate_world(4) == []
+
+
+UNFIT = (("qwen3_30b_a3b", ["train.global_batch=4"], 8), ("moe_tiny", ["parallel.expert=4", "parallel.expert_tensor=2"], 32),
+         ("moe_tiny", ["parallel.expert=4", "parallel.expert_tensor=2", "train.global_batch=100"], 32))  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "unit"), UNFIT)
+def test_a_batch_that_one_replica_refuses_is_refused_by_all_that_plan_the_recipe(name, changes, unit, tmp_path):
+    recipe = load_recipe(name, changes)
+    ways = (
+        lambda: estimate_recipe(recipe, SM90), lambda: memory_estimate(recipe, SM90), lambda: compile_recipe(recipe, [SM90], 1, ()),
+        lambda: tune_recipe(recipe, tmp_path / "records.json", 1.0, "cpu"), lambda: load_checked(name, changes, dry_run=True),
+    )  # fmt: skip
+    for way in ways:
+        with pytest.raises(RecipeError, match=f"train.global_batch = .*must be a multiple of .* = {unit}; set train.global_batch="):
+            way()
+    fitting = load_recipe(name, [*changes, f"train.global_batch={unit}"])
+    assert estimate_recipe(fitting, SM90).micro_batches == 1 and memory_estimate(fitting, SM90).total > 0
 
 
 @pytest.mark.parametrize(("name", "world", "remedy"), [

@@ -18,7 +18,15 @@ from layerplan.integration.planner.plan_file import Pin, Pins
 from layerplan.integration.planner.planner import plan
 from layerplan.integration.planner.policy import Policy
 from layerplan.integration.planner.rank import Priced, Ranking, costs
-from layerplan.integration.planner.records import NONE, Record, Records, RecordsError, region_key, versions_of
+from layerplan.integration.planner.records import (
+    NONE,
+    Record,
+    Records,
+    RecordsError,
+    plain_knobs,
+    region_key,
+    versions_of,
+)
 from layerplan.integration.planner.report import report
 from layerplan.integration.planner.runner import Runner, cached_plan
 from layerplan.integration.planner.shapes import SpecMaker
@@ -570,7 +578,7 @@ def test_a_plan_says_how_many_regions_have_a_measured_time_and_what_its_time_is_
     planned = estimate_recipe(recipe, SM90)
     parts = [part for g in planned.graphs for part in (g.plan.forward, g.plan.backward)]
     regions = {r.region.key(): r for part in parts for r in part.regions if r.engine != "runner"}
-    rows = tuple(row(r.region, r.engine, 100.0) for r in regions.values())
+    rows = tuple(row(r.region, r.engine, 1.0, knobs=plain_knobs(r.offer.knobs)) for r in regions.values())
     n = len(regions)
     assert str(planned).endswith("a prediction from datasheet rates, without optimiser and communication")
     said, time_line = _last_lines(recipe, SM90, Records(rows, "plan.records = r.json"))

@@ -38,12 +38,20 @@ def test_the_named_tests_exist():
 
 def test_every_run_is_in_the_record_also_one_that_hangs(tmp_path):
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text("#!/bin/sh\ncase \"$*\" in *racecheck*router*) sleep 600;; *racecheck*) echo '3 passed in 1s'; echo 'RACECHECK SUMMARY: 1 hazards';; "
-                    "*) echo '3 passed in 1s'; echo 'ERROR SUMMARY: 0 errors';; esac\n")  # fmt: skip
+    tool.write_text("""#!/bin/sh
+case "$*" in
+    *racecheck*router*) sleep 600;;
+    *racecheck*) echo '3 passed in 1s'; echo 'RACECHECK SUMMARY: 1 hazards';;
+    *) echo '3 passed in 1s'; echo 'ERROR SUMMARY: 0 errors';;
+esac
+""")
     tool.chmod(0o755)
     out = tmp_path / "out"
-    ran = subprocess.run([sys.executable, "-m", "tests.gpu.sanitize", "--limit", "5", "--out", str(out), "--commit", "abc"], cwd=sanitize.ROOT,
-                         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=120)  # fmt: skip
+    command = [sys.executable, "-m", "tests.gpu.sanitize", "--limit", "5", "--out", str(out), "--commit", "abc"]
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ran = subprocess.run(
+        command, cwd=sanitize.ROOT, env=os.environ | path, capture_output=True, text=True, timeout=120
+    )
     assert ran.returncode == 1, ran.stderr
     record = json.loads((out / "sanitize.json").read_text())
     assert record["commit"] == "abc" and len(record["runs"]) == len(sanitize.TESTS) * len(sanitize.TOOLS)

@@ -113,6 +113,10 @@ def test_a_failing_call_leaves_the_model_as_it_was():
     (torch.nn.Linear(2, 2), {}, "model = Linear: holds no layerplan module"),
     (Norm(4), {"x": ((2, -1), torch.float32)}, r"x = .*must be \(sizes, dtype\)"),
     (Norm(4), {"x": ((2, 4), "float33")}, r"x = .*must be \(sizes, dtype\)"),
+    (Norm(4), {"x": (8, torch.float32)}, r"x = .*must be \(sizes, dtype\)"),
+    (Norm(4), {"x": ((True, 4), torch.float32)}, r"x = .*must be \(sizes, dtype\)"),
+    (Norm(4), None, "shapes = NoneType: must be a mapping"), (Norm(4), [], "shapes = no call: must be a mapping"),
+    (Norm(4), [((2, 4), torch.float32)], "shapes = list: must be a mapping"),
 ])  # fmt: skip
 def test_a_model_without_modules_and_malformed_shapes_are_refused(model, shapes, words):
     with pytest.raises(ValueError, match=f"warm: {words}"):

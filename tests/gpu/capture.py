@@ -47,6 +47,11 @@ def replays_and_waits_for_no_host(step: Callable[[], Results], given: Sequence[t
         new_data(*(t for t in given if t.is_floating_point()))
         for i, (a, b) in enumerate(zip(replay(), step(), strict=True)):
             oracle.equal(a, b, f"{what}: result {i}")
+    waits_for_no_host(step)
+
+
+def waits_for_no_host(step: Callable[[], object]) -> None:
+    """RuntimeError where launching ``step`` waits for the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

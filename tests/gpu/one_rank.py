@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
-
-from layerplan.integration.engines.manifest import MANIFEST
-from layerplan.integration.planner import cover, runner
 
 
 @contextlib.contextmanager
@@ -37,19 +32,12 @@ def moe_config(**changes: Any):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     fields: dict[str, Any] = {
-        "num_layers": 1, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 512, "normalization": "RMSNorm",
-        "add_bias_linear": False, "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "hidden_dropout": 0.0,
-        "attention_dropout": 0.0, "bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16,
+        "num_layers": 1, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 512,
+        "normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16,
         "gradient_accumulation_fusion": False, "bias_dropout_fusion": False, "bias_activation_fusion": False,
         "num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 128, "moe_router_dtype": "fp32",
         "moe_grouped_gemm": True, "moe_router_load_balancing_type": "none",
     }  # fmt: skip
     return TransformerConfig(**(fields | changes))
-
-
-def off_trial(monkeypatch: pytest.MonkeyPatch, engines: Iterable[str]) -> None:
-    """Lets ranking choose ``engines`` until the test ends."""
-    chosen = set(engines)
-    entries = tuple(dataclasses.replace(e, trial=e.trial and e.id not in chosen) for e in MANIFEST)
-    monkeypatch.setattr(cover, "MANIFEST", entries)
-    monkeypatch.setattr(runner, "_plans", {})

@@ -2,10 +2,10 @@
 
     python -m tests.gpu.sanitize [--jobs N] [--limit SECONDS] [--commit ID] [--out FOLDER]
 
-The tests of ``TESTS`` run once under memcheck (accesses outside an allocation, misaligned ones) and once under racecheck
-(hazards in shared memory). Each tensor is an allocation of its own, so that one byte too far is seen, and the tools
-look at this package's kernels alone. Into ``--out`` go ``sanitize.json`` and a log a run. Exit status: 0 where every
-run ended in time, its tests passed and its tool found nothing.
+The tests of ``TESTS`` run once under memcheck (accesses outside an allocation, misaligned ones) and once under
+racecheck (hazards in shared memory). Each tensor is an allocation of its own, so that one byte too far is seen, and the
+tools look at this package's kernels alone. Into ``--out`` go ``sanitize.json`` and a log a run. Exit status: 0 where
+every run ended in time, its tests passed and its tool found nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ TESTS = {
     "moe": "tests/gpu/test_gpu_moe.py::test_results_are_as_exact_as_pytorchs_and_reruns_bitwise_equal",
     "moe_quantize": "tests/gpu/test_gpu_moe.py::test_quantised_rows_are_those_of_the_references_bit_for_bit",
     "group": "tests/gpu/test_gpu_moe.py::test_slots_are_sorted_and_counted_as_the_reference_does",
-    "router": "tests/gpu/test_gpu_moe.py::test_routers_choose_what_the_reference_does_and_weigh_it_as_exactly_as_pytorch",
+    "router": "tests/gpu/test_gpu_moe.py::"
+              "test_routers_choose_what_the_reference_does_and_weigh_it_as_exactly_as_pytorch",
 }
-KERNELS = "kns=layerplan"  # of their names' substrings
+KERNELS = "kns=layerplan"  # those with this in their names
 _FOUND = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
 _COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
@@ -49,7 +50,8 @@ def command(tool: str, test: str) -> list[str]:
 def outcome(text: str, status: int | None) -> dict:
     """What a run's output says; ``status`` None: ended at the limit."""
     found = _FOUND.findall(text)
-    counts = {what.rstrip("s") if what.startswith("error") else what: int(n) for n, what in _COUNTS.findall(text.split("SUMMARY")[0][-400:])}
+    end = text.split("SUMMARY")[0][-400:]  # of what pytest prints
+    counts = {"error" if what == "errors" else what: int(n) for n, what in _COUNTS.findall(end)}
     clean = status == 0 and bool(found) and not any(map(int, found)) and counts.get("passed", 0) > 0
     return {"clean": clean, "status": status, "found": [int(n) for n in found], **counts}
 
@@ -58,7 +60,9 @@ def run(tool: str, name: str, end: float, out: Path) -> dict:
     began, log = time.monotonic(), out / f"{tool}_{name}.log"
     variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with log.open("w") as stream:
-        process = subprocess.Popen(command(tool, TESTS[name]), cwd=ROOT, env=variables, stdout=stream, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command(tool, TESTS[name]), cwd=ROOT, env=variables, stdout=stream, stderr=subprocess.STDOUT
+        )
         try:
             status = process.wait(max(1.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:

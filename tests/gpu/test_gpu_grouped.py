@@ -14,7 +14,7 @@ from tests import oracle
 from tests.cases import grouped
 from tests.cases.catalogue import declined, engines_for
 from tests.cases.grouped import BF16, FAULT_16, ends, rounded
-from tests.gpu.capture import captured
+from tests.gpu.capture import captured, waits_for_no_host
 from tests.gpu.memory import need
 
 ENGINES = [
@@ -25,8 +25,9 @@ SKEWED = (0, 1, 900, 0, 3, 257, 0)
 
 
 def held(check, engine, *arguments, **more):
+    """A check on an engine, of aligned groups where it takes no others; skipped where the engine declines."""
     try:
-        return check("cuda", engine, *arguments, align=ALIGN.get(engine, 1), **more)
+        return check("cuda", engine, *arguments, **({"align": ALIGN.get(engine, 1)} | more))
     except PlanError as error:
         pytest.skip(f"{engine} declines: {declined(error)}")
 
@@ -42,10 +43,7 @@ def test_fault_16_each_row_meets_its_own_experts_weight(counts, engine):
 def test_fault_17_padding_never_reaches_the_weight_gradient(align, engine):
     if align % ALIGN.get(engine, 1):
         pytest.skip(f"{engine} takes groups aligned to {ALIGN[engine]} rows")
-    try:
-        grouped.padded_groups("cuda", engine, align)
-    except PlanError as error:
-        pytest.skip(f"{engine} declines: {declined(error)}")
+    held(grouped.padded_groups, engine, align=align)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -87,12 +85,7 @@ def _replays(device, engine, frozen, align):
         offsets.copy_(ends(other, device))
         for i, (a, b) in enumerate(zip(replay(), step(), strict=True)):
             oracle.equal(a, b, f"{engine}: result {i} of groups {other}")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    waits_for_no_host(step)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

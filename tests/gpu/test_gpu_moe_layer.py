@@ -1,5 +1,5 @@
-"""A whole layer of experts in a CUDA graph: router, permute, experts, unpermute, shared experts and losses, both passes,
-replayed on other tokens that go to other experts."""
+"""A whole layer of experts in a CUDA graph: router, permute, experts, unpermute, shared experts and losses, both
+passes, replayed on other tokens that go to other experts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from layerplan.integration.engines.manifest import MANIFEST
 from layerplan.integration.engines.packages import locate
 from tests import oracle
-from tests.gpu.capture import captured
-from tests.gpu.one_rank import moe_config, off_trial, one_rank
+from tests.cases.trial import off_trial
+from tests.gpu.capture import captured, waits_for_no_host
+from tests.gpu.one_rank import moe_config, one_rank
 
 pytestmark = pytest.mark.skipif(not locate("megatron.core").here, reason="needs megatron-core")
 S, B, H = 96, 2, 256
@@ -23,12 +24,12 @@ LAYERS = {
                         "moe_router_num_groups": 4, "moe_router_group_topk": 2},
 }  # fmt: skip
 ENGINES = {
-    "auto": (),
-    "torch": ("grouped_matmul/torch",),
-    "quack": ("grouped_matmul/quack",),
-    "all on trial": tuple(e.id for e in MANIFEST if e.trial),
+    "auto": ((), ()),
+    "torch": ((), ("grouped_matmul/quack",)),
+    "quack": ((), ("grouped_matmul/torch",)),
+    "all on trial": (tuple(e.id for e in MANIFEST if e.trial), ()),
 }
-"""What ranking may choose beside the engines that are not on trial."""
+"""(Engines on trial that ranking may choose too, engines that it may not)"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,18 +50,18 @@ def _layer(changes: dict) -> torch.nn.Module:
     return block.cuda().layers[0].mlp
 
 
-def _uncapturable(layer: torch.nn.Module) -> list[str]:
-    """What of the plans that have run says that it cannot be captured."""
+def _regions(layer: torch.nn.Module) -> list:
+    """Those of the plans that have run."""
     runners = [r for m in layer.modules() if hasattr(m, "plan_runners") for r in m.plan_runners()]
     regions = [region for r in runners for _, _, region in r.regions()]
     assert regions, "the layer runs in plans"
-    return sorted({f"{'+'.join(r.ops)} on {r.engine}" for r in regions if not r.offer.capture_safe})
+    return regions
 
 
 @pytest.mark.parametrize("engines", ENGINES)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_captured_layer_replays_on_other_routes_bitwise_as_eager_and_waits_for_no_host(kind, engines, monkeypatch):
-    off_trial(monkeypatch, ENGINES[engines])
+    off_trial(monkeypatch, *ENGINES[engines])
     torch.manual_seed(0)
     layer = _layer(LAYERS[kind])
     x = torch.randn(S, B, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -71,8 +72,11 @@ def test_a_captured_layer_replays_on_other_routes_bitwise_as_eager_and_waits_for
         return (out.detach(), *torch.autograd.grad(out, [x, *weights.values()], dout))
 
     step()
-    if left := _uncapturable(layer):
+    regions = _regions(layer)
+    if left := sorted({f"{'+'.join(r.ops)} on {r.engine}" for r in regions if not r.offer.capture_safe}):
         pytest.skip(f"not in a CUDA graph: {', '.join(left)}")
+    if engines in ("torch", "quack"):
+        assert f"grouped_matmul/{engines}" in {r.engine for r in regions}
     replay, names, routes = captured(step), ("out", "dx", *(f"d{n}" for n in weights)), set()
     for data in (torch.randn_like(x), torch.randn_like(x), torch.randn_like(x[:1, :1]).expand_as(x)):
         with torch.no_grad():
@@ -90,9 +94,4 @@ def test_a_captured_layer_replays_on_other_routes_bitwise_as_eager_and_waits_for
         if name in ("dexperts.fc1", "dexperts.fc2"):
             others = [e for e in range(len(grad)) if e not in chosen]
             assert bool(grad[chosen].any()) and not bool(grad[others].any()), f"{name} of experts without tokens"
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    waits_for_no_host(step)

@@ -8,13 +8,12 @@ import torch
 
 from layerplan.integration.engines.arch import Arch
 from layerplan.integration.engines.contract import Offer
-from layerplan.integration.engines.manifest import BY_ID
 from layerplan.integration.engines.packages import locate
-from layerplan.integration.planner import runner as runner_module
 from layerplan.kernels.linear import quack_experts
 from tests import oracle
 from tests.cases import quack_experts as cases
-from tests.cases.quack_experts import Case
+from tests.cases.quack_experts import Case, as_tuple
+from tests.cases.trial import off_trial
 from tests.gpu.capture import replays_and_waits_for_no_host
 from tests.gpu.memory import need
 
@@ -73,11 +72,11 @@ def test_nan_stays_in_its_row(kind):
     case = Case(kind, tokens=300, experts=3, width=128, half=128)
     launch, (given, used) = built(case), cases.inputs(case)
     here = {n: t.cuda() for n, t in given.items()}
-    clean = [t.clone() for t in cases._tuple(launch(*here.values()))]
+    clean = [t.clone() for t in as_tuple(launch(*here.values()))]
     matrix, row = ("x", 7) if kind.startswith("gathered") else ("rows", 151)
     here[matrix][row, 5] = float("nan")
     reached = here["row_map"][row].long().tolist() if kind.startswith("gathered") else [row]
-    for before, after in zip(clean, cases._tuple(launch(*here.values())), strict=True):
+    for before, after in zip(clean, as_tuple(launch(*here.values())), strict=True):
         if after.dim() == 2 or kind == "gradient":
             assert bool(after[reached].isnan().all())
         kept = torch.ones(used, dtype=torch.bool, device="cuda")
@@ -87,9 +86,9 @@ def test_nan_stays_in_its_row(kind):
 
 @pytest.mark.parametrize("kind", cases.KINDS)
 def test_rows_past_2_31_elements_are_right_at_both_ends(kind):
-    """One group: rows of a small launch are those of the large one."""
+    """One group: rows of a small launch are those of the large one, whose result is 2^31 + 5 million elements."""
     need(32)
-    tokens, width, half = 131136, 64, 16416 if kind.endswith("gated") else 8208  # what is stored is 2^31 + 5 million
+    tokens, width, half = 131136, 64, 16416 if kind.endswith("gated") else 8208
     case = Case(kind, tokens, 1, 1, width, half)
     gen = torch.Generator(device="cuda").manual_seed(0)
 
@@ -105,14 +104,15 @@ def test_rows_past_2_31_elements_are_right_at_both_ends(kind):
         ends = torch.tensor([len(rows)], dtype=torch.int32, device="cuda")
         row_map = torch.arange(len(rows), dtype=torch.int32, device="cuda").unsqueeze(1)
         named = {"x": rows, "rows": rows, "offsets": ends, "counts": ends, "row_map": row_map, "w": weight,
-                 "probs": p[part], "p": p[part].view(-1), "gate_up": None if gate_up is None else gate_up[part]}  # fmt: skip
+                 "probs": p[part], "p": p[part].view(-1)}  # fmt: skip
+        named |= {} if gate_up is None else {"gate_up": gate_up[part]}
         return tuple(named[n] for n in cases.region(case).graph.inputs)
 
     launch = built(case)
-    whole = cases._tuple(launch(*given(slice(0, tokens))))
+    whole = as_tuple(launch(*given(slice(0, tokens))))
     assert max(t.numel() for t in whole) > 2**31
     for part in (slice(0, 256), slice(tokens - 256, tokens)):
-        for a, b in zip(whole, cases._tuple(launch(*given(part))), strict=True):
+        for a, b in zip(whole, as_tuple(launch(*given(part))), strict=True):
             oracle.equal(a[part], b, f"{kind}: rows {part}")
 
 
@@ -121,7 +121,7 @@ def test_a_captured_launch_replays_on_new_data_and_waits_for_no_host(kind):
     case = Case(kind, tokens=300, experts=9, width=128, half=136)
     launch, (given, _) = built(case), cases.inputs(case)
     here = [t.cuda() for t in given.values()]
-    replays_and_waits_for_no_host(lambda: cases._tuple(launch(*here)), here, kind)
+    replays_and_waits_for_no_host(lambda: as_tuple(launch(*here)), here, kind)
 
 
 # ---- a layer ---------------------------------------------------------------------------------------------------------
@@ -130,15 +130,8 @@ def test_a_captured_launch_replays_on_new_data_and_waits_for_no_host(kind):
 @pytest.fixture
 def chosen(monkeypatch):
     """The engine may be chosen, by the time of the device alone: launches of this size cost their host more."""
-    entries = [BY_ID[e] for e in (cases.ENGINE, "grouped_matmul/quack")]
-    was = [e.trial for e in entries]
-    for e in entries:
-        object.__setattr__(e, "trial", False)
+    off_trial(monkeypatch, [cases.ENGINE])
     monkeypatch.setattr(Offer, "seconds", lambda offer, roofline: roofline / offer.efficiency)
-    monkeypatch.setattr(runner_module, "_plans", {})
-    yield
-    for e, trial in zip(entries, was, strict=True):
-        object.__setattr__(e, "trial", trial)
 
 
 @pytest.mark.parametrize("dropped", [0.0, 0.3])

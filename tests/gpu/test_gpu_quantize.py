@@ -59,6 +59,8 @@ def test_every_byte_is_the_references_and_reruns_are_equal(case):
     "case",
     [
         Case(205, 264, BLOCK),
+        Case(205, 264, BLOCK, knobs=cases.apart()),
+        Case(131, 261, POWER, gate=True, knobs=cases.apart(down=True)),
         Case(205, 264, SWIZZLED, gate=True),
         Case(204, 261, MX),
         Case(200, 264, TENSOR, amax=True),
@@ -187,12 +189,14 @@ def _step(kind):
         "mx": lambda: ops.quantize(x, block=(1, 32), layout="swizzled", transposed=True, **ENGINE),
         "tensor": lambda: ops.quantize(x, block=(0, 0), scale=scale, amax=True, **ENGINE),
         "swiglu": lambda: (ops.swiglu(x, engine="activation/cute"),),
+        "apart": lambda: apart(x),
     }
+    apart = build("quantize/cute", cases.region(Case(513, 4096, BLOCK)), cases.apart()) if kind == "apart" else None
     scale = torch.full((1,), 3.0, device="cuda")
     return (x, *([scale] if kind == "tensor" else [])), calls[kind]
 
 
-@pytest.mark.parametrize("kind", ["block", "mx", "tensor", "swiglu"])
+@pytest.mark.parametrize("kind", ["block", "mx", "tensor", "swiglu", "apart"])
 def test_captured_calls_replay_on_new_data_bitwise_as_eager_and_wait_for_nothing(kind):
     data, step = _step(kind)
     replay = captured(step)

@@ -59,6 +59,7 @@ def _expert_parallel():
         found = report(run.gpt)
         out["report"] = sorted({r.ops for r in found.rows if r.module == "decoder.layers.0.mlp"})
         out["sums"] = _sums(torch)
+        out["no input"] = _no_input(torch)
     return out
 
 
@@ -80,6 +81,28 @@ def _sums(torch):
             results.append((y.detach(), own.grad))
         same.append(all(torch.equal(a, b) for a, b in zip(*results, strict=True)))
     return same
+
+
+def _no_input(torch):
+    """Whether rank 0's output and input gradient are the same where rank 1 has no tokens at all in place of as many;
+    whether rank 1's experts then learn from rank 0's tokens, and its router from nothing."""
+    import torch.distributed as dist
+
+    results, rank = [], dist.get_rank()
+    for tokens in (16, 0):
+        run = _ours(moe_token_dispatcher_type="alltoall")
+        run.model.zero_grad_buffer()
+        mlp = run.gpt.decoder.layers[0].mlp
+        x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(rank))[: 16 if rank == 0 else tokens]
+        own = x.clone().requires_grad_()
+        y = mlp(own)[0]
+        y.square().sum().backward()
+        results.append((y.detach(), own.grad))
+    same = results[1][0].shape == x.shape and results[1][1].shape == x.shape
+    if rank == 0:
+        return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results, strict=True)) and same
+    grads = [mlp.experts.fc1.main_grad, mlp.experts.fc2.main_grad]
+    return same and all(bool(g.isfinite().all() and g.any()) for g in grads) and not mlp.router.weight.main_grad.any()
 
 
 def _same_digits(rows, wanted, tolerance):
@@ -113,6 +136,10 @@ def test_a_rank_without_tokens_takes_part_and_its_weight_gradients_are_zero(expe
 def test_recomputation_is_bitwise_the_same_across_ranks(expert_parallel, dispatcher, policy):
     for rank in expert_parallel:
         assert rank[f"{dispatcher} {policy}"] == rank[f"{dispatcher} "]
+
+
+def test_a_rank_whose_input_has_no_tokens_serves_its_experts_to_the_others(expert_parallel):
+    assert [rank["no input"] for rank in expert_parallel] == [True, True]
 
 
 def test_dispatch_and_combine_are_bitwise_the_same_twice(expert_parallel):

@@ -30,17 +30,21 @@ def _models():
 
 
 def _saved_bytes(call, parameters):
-    """Bytes of all storages that the forward keeps for the backward, parameters apart."""
+    """Bytes of all storages that the forward keeps for the backward, parameters apart. What is saved for a graph that ends
+    within the forward is freed, and its address used again: only what is there at the end counts."""
     import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
 
-    kept, ours = {}, {p.untyped_storage().data_ptr() for p in parameters}
+    saved, ours = [], {p.untyped_storage().data_ptr() for p in parameters}
 
     def pack(t):
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        storage = t.untyped_storage()
+        saved.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = call()
+    kept = {address: n for ref, address, n in saved if not ref.expired()}
     del out
     return sum(n for address, n in kept.items() if address not in ours)
 

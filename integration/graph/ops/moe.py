@@ -192,19 +192,34 @@ def _places_check(op: str):
                         f"{attrs['align']}"
                     )
         if "row_map" in t:
-            used = t["row_map"][t["row_map"] >= 0]
-            if used.numel() and rows is not None and int(used.max()) >= rows:
-                raise ValueError(
-                    f"{op}: row_map reaches row {int(used.max())}: must lie in [0, {rows}), or be -1 where a slot is "
-                    "dropped"
-                )
-            if used.unique().numel() != used.numel():
-                raise ValueError(
-                    f"{op}: row_map gives a row to two slots: each must have its own; pass what group_by_expert "
-                    "returned"
-                )
+            counts = t["counts"].tolist() if ends is not None and "counts" in t else None
+            _check_row_map(op, t["row_map"], rows, counts, ends)
 
     return check
+
+
+def _check_row_map(
+    op: str, row_map: torch.Tensor, rows: int | None, counts: list[int] | None, ends: list[int] | None
+) -> None:
+    """Refuses a row that is not there or two slots', and slots that are not just the groups' ``counts`` rows."""
+    used = row_map[row_map >= 0].cpu()
+    far = int(row_map.min()) if row_map.numel() and int(row_map.min()) < -1 else None
+    far = int(used.max()) if used.numel() and rows is not None and int(used.max()) >= rows else far
+    if far is not None:
+        raise ValueError(f"{op}: row_map reaches row {far}: must lie in [0, {rows}), or be -1 where a slot is dropped")
+    if used.unique().numel() != used.numel():
+        raise ValueError(
+            f"{op}: row_map gives a row to two slots: each must have its own; pass what group_by_expert returned"
+        )
+    if counts is None or ends is None:
+        return
+    held = torch.cat([torch.arange(b, b + n) for b, n in zip([0, *ends], counts, strict=False)])
+    if not torch.equal(used.sort().values.long(), held):
+        row = min(set(used.tolist()) ^ set(held.tolist()))
+        raise ValueError(
+            f"{op}: row_map and counts do not agree on row {row}: slots must have all rows of the groups but their "
+            "padding; pass what group_by_expert returned"
+        )
 
 
 def sources(row_map: torch.Tensor, rows: int) -> torch.Tensor:

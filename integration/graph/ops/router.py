@@ -135,7 +135,8 @@ def _chosen(scores: torch.Tensor, attrs) -> torch.Tensor:
         grouped = scores.unflatten(-1, (groups, -1))
         sums = _best(grouped, attrs["topk"] // kept)[0].sum(-1)
         open_ = torch.zeros_like(sums, dtype=torch.bool).scatter_(-1, _best(sums, kept)[1], True)
-        scores = torch.where(open_.unsqueeze(-1), grouped, float("-inf")).flatten(-2)
+        least = torch.finfo(grouped.dtype).min  # a kept group's expert that a mask hides comes before any other group's
+        scores = torch.where(open_.unsqueeze(-1), grouped.clamp(min=least), float("-inf")).flatten(-2)
     return _best(scores, attrs["topk"])[1]
 
 

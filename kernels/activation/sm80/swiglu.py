@@ -210,8 +210,8 @@ def backward_with_weights(
 
 def forward_quantize(arch: str, *, source: str, clamp: float | None, weight: str | None, **constants):
     """A function (x [rows, 2 * width] of ``source`` with any row stride, row_weight [rows] or None, addresses of scale,
-    data, scale_inv, data_t, scale_inv_t, amax): quantize of y, which is rounded to ``source`` first. The other
-    constants are those of ``QuantizeTile``."""
+    data, scale_inv, data_t, scale_inv_t, amax, workspace): quantize of y, which is rounded to ``source`` first. The
+    other constants are those of ``QuantizeTile``."""
     packed, weights = w.Packed(source), None if weight is None else w.Packed(weight)
     tile = QuantizeTile(packed, arch=arch, batch=4, **constants)  # of 16-bit gate and up 4 rows take 32 registers
     half = tile.width * packed.itemsize
@@ -240,10 +240,10 @@ def forward_quantize(arch: str, *, source: str, clamp: float | None, weight: str
 
     @cute.jit
     def launch(mX: cute.Tensor, mWeight: cute.Tensor | None, scale: Int64, data: Int64, scale_inv: Int64, data_t: Int64,
-               scale_inv_t: Int64, amax: Int64, stream):  # fmt: skip
-        kernel(mX, mWeight, scale, data, scale_inv, data_t, scale_inv_t, amax).launch(
-            **tile.launch(mX.shape[0], stream)
-        )
+               scale_inv_t: Int64, amax: Int64, workspace: Int64, stream):  # fmt: skip
+        rows, (own, own_t) = mX.shape[0], tile.scales(scale_inv, scale_inv_t, workspace)
+        kernel(mX, mWeight, scale, data, own, data_t, own_t, amax).launch(**tile.launch(rows, stream))
+        tile.move_scales(rows, scale_inv, scale_inv_t, workspace, stream)
 
     rows_of, row_weights = _arguments(source, tile.width, tile.vector, weight)
-    return cute.compile(launch, rows_of(2), row_weights, *[Int64(0)] * 6, d.fake_stream(), options=d.OPTIONS)
+    return cute.compile(launch, rows_of(2), row_weights, *[Int64(0)] * 7, d.fake_stream(), options=d.OPTIONS)

@@ -59,7 +59,8 @@ class SpreadQuantize(Spread):
     probability too. ``arch`` says which instruction casts."""
 
     def __init__(self, arch: str, fp8_dtype: str, power_of_two: bool, *, dtype: str, width: int, slots: int,
-                 weight: str | None, experts: int, align: int, threads: int, vectors: int, streaming: bool) -> None:  # fmt: skip
+                 weight: str | None, experts: int, align: int, threads: int, vectors: int,
+                 streaming: bool) -> None:  # fmt: skip
         super().__init__(dtype, width, ACCESS, slots, weight, False, weight is not None, experts, align, threads,
                          vectors, streaming)  # fmt: skip
         self.arch, self.fp8_dtype, self.power_of_two = arch, fp8_dtype, power_of_two
@@ -103,7 +104,8 @@ class SpreadQuantize(Spread):
         amax = fp8.block_amax(packed, words, self.quantized.lanes)
         scale, inverse = fp8.block_scale(amax, self.fp8_dtype, self.power_of_two)
         values = [d.mul(v, scale) for v in packed.floats(words)]
-        return [fp8.cast(values[i : i + 4], self.fp8_dtype, self.arch) for i in range(0, len(values), 4)], w.bits_of(inverse)
+        fours = [values[i : i + 4] for i in range(0, len(values), 4)]
+        return [fp8.cast(v, self.fp8_dtype, self.arch) for v in fours], w.bits_of(inverse)
 
     def write_scales(self, token, there, own: list, scales: list, mMap, to_rows) -> None:
         """Each lane of a block writes the block's scale for one slot, and where there are more slots than lanes for
@@ -139,6 +141,7 @@ def spread_quantize(
     ``align`` > 1 else None, probs [tokens, slots] of ``weight`` or None, addresses of data, of scale_inv and of
     row_probs). Rows and what lies between them divide by 16 bytes; other constants as ``permute.spread`` has them."""
     work = SpreadQuantize(arch, fp8, power_of_two, dtype=dtype, width=width, slots=slots, weight=weight,
-                          experts=experts, align=align, threads=threads, vectors=vectors, streaming=streaming)  # fmt: skip
+                          experts=experts, align=align, threads=threads, vectors=vectors,
+                          streaming=streaming)  # fmt: skip
     given = tensors(dtype, width, ACCESS, slots, weight, align, experts)
     return cute.compile(work.launch, *given, *[Int64(0)] * 3, d.fake_stream(), options=d.OPTIONS)

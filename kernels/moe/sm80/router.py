@@ -20,7 +20,7 @@ NOBODY = 1 << 20  # behind every expert
 _LOG2_E = 1.4426950408889634
 _LN_2, _LN_2_LOW = 0.693145751953125, 1.4286068203094172e-06  # the first times a small integer is exact
 _LEAST = -104.0  # e^x is 0 in float32
-_ROUNDS = 12582912.0  # 1.5 * 2^23: added, it leaves an integer in the low bits
+_ROUNDS = 12582912.0  # 1.5 * 2^23, the bits 0x4B400000: added, it leaves an integer in the low bits
 
 
 def exp(x):

@@ -208,12 +208,13 @@ class BothWays:
 
     @cute.jit
     def __call__(self, x, weight, bias, residual, total, mean, rstd, data: Int64, scale_inv: Int64, data_t: Int64,
-                 scale_inv_t: Int64,
-                 scale: Int64, amax: Int64, eps: Float32, stream):  # fmt: skip
+                 scale_inv_t: Int64, scale: Int64, amax: Int64, workspace: Int64, eps: Float32, stream):  # fmt: skip
         mean, rstd = d.numbers(mean), d.numbers(rstd)
         self.first.start(x, None, None, residual, (None, total, mean, rstd), eps, stream)
         h = x if const_expr(total is None) else total
-        self.second.start(h, weight, bias, mean, rstd, (data, scale_inv, data_t, scale_inv_t, scale, amax), stream)
+        tile, (own, own_t) = self.second.tile, self.second.tile.scales(scale_inv, scale_inv_t, workspace)
+        self.second.start(h, weight, bias, mean, rstd, (data, own, data_t, own_t, scale, amax), stream)
+        tile.move_scales(x.shape[0], scale_inv, scale_inv_t, workspace, stream)
 
 
 class Together:
@@ -234,12 +235,15 @@ class Together:
 
     @cute.jit
     def __call__(self, x, weight, bias, residual, total, mean, rstd, data: Int64, scale_inv: Int64, data_t: Int64,
-                 scale_inv_t: Int64, scale: Int64, amax: Int64, counters: Int64, eps: Float32, stream):  # fmt: skip
+                 scale_inv_t: Int64, scale: Int64, amax: Int64, workspace: Int64, counters: Int64, eps: Float32,
+                 stream):  # fmt: skip
         steps = (x.shape[0] + (SIDE - 1)) // SIDE + self.lag
-        addresses = (data, scale_inv, data_t, scale_inv_t, scale, amax)
-        how = self.second.tile.launch(x.shape[0], stream) | {"grid": [steps * self.step, 1, 1]}
+        tile, (own, own_t) = self.second.tile, self.second.tile.scales(scale_inv, scale_inv_t, workspace)
+        addresses = (data, own, data_t, own_t, scale, amax)
+        how = tile.launch(x.shape[0], stream) | {"grid": [steps * self.step, 1, 1]}
         mean, rstd = d.numbers(mean), d.numbers(rstd)
         self.kernel(x, weight, bias, residual, total, mean, rstd, addresses, counters, eps).launch(**how)
+        tile.move_scales(x.shape[0], scale_inv, scale_inv_t, workspace, stream)
 
     @cute.kernel
     def kernel(self, x, weight, bias, residual, total, mean, rstd, addresses, counters: Int64, eps: Float32):
@@ -292,8 +296,8 @@ def both_ways(arch: str, layer: bool, width: int, step: int, x: str, weight: str
     constants of ``QuantizeTile``. With ``lag`` it is one kernel (``Together``), with 0 there are two.
 
     The compiled function over (x, weight, bias, residual, residual_out, mean, rstd, addresses of data, scale_inv,
-    data_t, scale_inv_t, scale and amax, with ``lag`` that of the counters, eps). With a residual residual_out is there,
-    with layer_norm mean, and rstd always: the tiles read them."""
+    data_t, scale_inv_t, scale, amax and workspace, with ``lag`` that of the counters, eps). With a residual
+    residual_out is there, with layer_norm mean, and rstd always: the tiles read them."""
     count = cute.sym_int()
     like_x = [d.fake_rows(x if there else None, count, width, step) for there in (True, residual, residual)]
     vectors = [d.fake_vector(v, width, 8) for v in (weight, bias)]
@@ -303,6 +307,6 @@ def both_ways(arch: str, layer: bool, width: int, step: int, x: str, weight: str
     first = Forward(Tiles(width, step, threads, rows), layer, 0.0, stages, blocks, False, streaming)
     second = TransposedQuantize(tile, x, weight, bias, layer, offset, overlap)
     kernel = Together(first, second, lag) if lag else BothWays(first, second)
-    addresses = [Int64(0)] * (7 if lag else 6)
+    addresses = [Int64(0)] * (8 if lag else 7)
     return cute.compile(kernel, like_x[0], *vectors, *like_x[1:], *numbers, *addresses, Float32(0.0), d.fake_stream(),
                         options=d.OPTIONS)  # fmt: skip

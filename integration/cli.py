@@ -293,8 +293,12 @@ def show(as_json: AsJson = False) -> None:
         print(json.dumps([f.to_json() for f in found], indent=2))
         return
     for f in found:
+        if f.folder.exists() and not f.folder.is_dir():
+            print(f"{f.folder}: is not a folder\n")
+            continue
         print("\n".join(aligned(f.rows())) if f.entries else "no kernels")
-        print(f"{f.folder}: {len(f.entries)} kernels, {f.nbytes / 2**20:.1f} MiB, {len(f.faults)} broken files\n")
+        print(f"{f.folder}: {len(f.entries)} kernels, {f.nbytes / 2**20:.1f} MiB, {len(f.faults)} broken files")
+        print("object files are not read for this: 'layerplan cache verify' does\n")
 
 
 @cache_app.command()
@@ -324,7 +328,11 @@ def export_(
 
     def work(folder: Path) -> int:
         entries, _ = scan(folder, whole=True)
-        return write_archive([e for e in entries if wanted in (None, e.facts["inputs"]["arch"])], file)
+        chosen = [e for e in entries if wanted in (None, e.facts["inputs"]["arch"])]
+        if not chosen:
+            has = ", ".join(sorted({e.facts["inputs"]["arch"] for e in entries}))
+            _fail(f"nothing to export: {folder} has {f'kernels for {has} alone' if has else 'no whole kernels'}", 1)
+        return write_archive(chosen, file)
 
     print(f"{_of_cache(work)} kernels to {file}")
 
@@ -334,10 +342,10 @@ def import_(file: Annotated[Path, typer.Argument(help="A tar file of 'layerplan 
     """Take the kernels of a tar file into the cache; what is broken is named (exit code 1 where something is)."""
     from .plan_cache.archive import read_archive
 
-    taken, refused = _of_cache(lambda folder: read_archive(file, folder))
+    taken, refused, there = _of_cache(lambda folder: read_archive(file, folder))
     for fault in refused:
         print(fault, file=sys.stderr)
-    print(f"{len(taken)} kernels taken, {len(refused)} files refused")
+    print(f"{len(taken)} kernels taken, {there} were there already, {len(refused)} files refused")
     raise typer.Exit(1 if refused else 0)
 
 
@@ -349,10 +357,13 @@ def prune_(
 ) -> None:
     """Remove broken files, and the compiled kernels that the options name."""
     from .plan_cache.archive import Limits, prune
+    from .plan_cache.disk import scan
 
     limits = Limits(days, None if max_mib is None else int(max_mib * 2**20), other_versions)
     gone, broken = _of_cache(lambda folder: prune(folder, limits))
-    print(f"{len(gone)} kernels and {len(broken)} broken files removed")
+    kept = len(_of_cache(lambda folder: scan(folder, whole=True))[1])
+    young = f"; {kept} broken files kept: younger than a minute, they may still be written" if kept else ""
+    print(f"{len(gone)} kernels and {len(broken)} broken files removed{young}")
 
 
 @app.command()

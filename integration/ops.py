@@ -91,7 +91,8 @@ def _call(op: str, attrs: tuple[tuple[str, Any], ...], inputs: tuple[tuple[str, 
           engine: str | None, policy: Policy | str | None, want: tuple[str, ...], scaled: ScaleSpec | None = None):  # fmt: skip
     """The general path: ``inputs`` are (port, dim pattern, tensor or None); ``scaled`` is what ``attrs`` say of the first one."""
     tensors = [i[2] for i in inputs if i[2] is not None]
-    key = (op, *[i[2] is None for i in inputs], attrs, engine, policy, want)
+    # with the types: 4.0 and True have the hashes of 4 and 1, and rules of their own
+    key = (op, *[i[2] is None for i in inputs], attrs, *[type(a[1]) for a in attrs], engine, policy, want)
     try:
         runner = _runners.get(key)
     except TypeError:
@@ -116,7 +117,7 @@ _Y, _Y_RESIDUAL, _LOSS = ("y",), ("y", "residual_out"), ("loss",)
 
 def _norm(op: str, x, weight, eps, bias, residual, zero_centered, engine, policy):
     if bias is None and residual is None:  # the hot path: one key, one call
-        key = (op, eps, zero_centered, engine, policy)
+        key = (op, eps, type(eps), zero_centered, type(zero_centered), engine, policy)
         try:
             runner = _runners.get(key)
         except TypeError:
@@ -188,7 +189,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None
 def _activation(x: Tensor, op: str, clamp: float | None, row_weight: Tensor | None, engine: str | None,
                 policy: Policy | str | None) -> Tensor:  # fmt: skip
     if row_weight is None:  # the hot path
-        key = (op, clamp, engine, policy)
+        key = (op, clamp, type(clamp), engine, policy)
         try:
             runner = _runners.get(key)
         except TypeError:
@@ -308,7 +309,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[in
     default 1 / sqrt(d).
     """
     if layout is None and isinstance(q, Tensor) and q.dim() == 4 and sink is None and cu_seqlens_q is None and cu_seqlens_k is None and mask is None and rng is None:
-        key = ("sdpa", causal, window, softmax_scale, dropout, max_seqlen_q, max_seqlen_k, return_lse, engine, policy)
+        key = ("sdpa", causal, type(causal), window, softmax_scale, type(softmax_scale), dropout, type(dropout), max_seqlen_q, max_seqlen_k, return_lse,
+               engine, policy)  # fmt: skip
         try:
             runner = _runners.get(key)  # the hot path: checked and made below on the first call
         except TypeError:
@@ -373,7 +375,7 @@ def permute(x: Tensor, expert_map: Tensor, *, num_experts: int, probs: Tensor | 
     room for any map, so nothing waits for the device, and reruns are bitwise equal. Gradients flow from rows and probs
     into x and probs; those of padding and of the rows from offsets[-1] on are not read.
     """
-    key = ("permute", num_experts, align, probs is None, engine, policy)
+    key = ("permute", num_experts, type(num_experts), align, type(align), probs is None, engine, policy)
     try:
         runner = _runners.get(key)
     except TypeError:

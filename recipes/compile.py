@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -82,7 +83,10 @@ def compile_recipe(recipe: Recipe, archs: Sequence[Arch], workers: int, folders:
     ]
     library = folders[0] / "libraries" if folders else None
     jobs, rest = jobs_of(contexts, library)
-    done = compile_all(jobs, Store(folders), workers, tell)
+    store = Store(folders)
+    if folders and not all(job.ready(store) for job in jobs):
+        _refuse_without_room(folders[0])
+    done = compile_all(jobs, store, workers, tell)
     kept = {r.engine for r in done if r.state == KEPT}
     libraries: dict[str, dict[str, str]] = {}
     for job in jobs:
@@ -91,6 +95,16 @@ def compile_recipe(recipe: Recipe, archs: Sequence[Arch], workers: int, folders:
     rows = sorted(done, key=lambda r: (r.arch, r.engine, r.name))
     folder = folders[0] if folders else None
     return Compiled(recipe.name, (*rows, *rest), time.monotonic() - began, folder, libraries)
+
+
+def _refuse_without_room(folder: Path) -> None:
+    """ValueError where the cache's folder takes no files: before the work, not once for each kernel behind it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"LAYERPLAN_CACHE: {folder}: takes no files ({error.strerror}); name a folder first that can be written") from None
 
 
 def planned_regions(recipe: Recipe, arch: Arch) -> Iterator[PlannedRegion]:

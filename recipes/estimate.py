@@ -48,10 +48,12 @@ class RecipePlan:
     """Predictions from datasheet rates, and from measured times where records hold some; ``outside_seconds`` are the
     output layer's products where Megatron runs them itself. Embedding, residual adds (but for plan.fuse_residual),
     Megatron's own loss, optimiser and communication are not in the time. ``plan_file`` and ``records``: what it was
-    planned with."""
+    planned with. ``ranks``: how many it is planned for; ``stages``: pipeline stages among them."""
 
     recipe: str
     arch: str
+    ranks: int
+    stages: int
     graphs: tuple[PlannedGraph, ...]
     micro_batches: int
     tokens_per_step: int
@@ -78,7 +80,7 @@ class RecipePlan:
         regions tell which."""
         found = self.applied
         return {
-            "recipe": self.recipe, "arch": self.arch, "micro_batches": self.micro_batches,
+            "recipe": self.recipe, "arch": self.arch, "ranks": self.ranks, "stages": self.stages, "micro_batches": self.micro_batches,
             "tokens_per_step": self.tokens_per_step, "step_seconds": self.step_seconds,
             "planning_ms": round(self.planning_ms, 3), "regions": found.regions, "measured_regions": found.measured,
             "pinned_regions": found.pinned,
@@ -87,7 +89,10 @@ class RecipePlan:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        lines = [f"plan        {self.recipe} on {self.arch}: {len(self.graphs)} distinct graphs, planned in "
+        ranks = f", {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        if self.stages > 1:
+            ranks += f" ({self.stages} pipeline stages: the layers of one, loss of the last)"
+        lines = [f"plan        {self.recipe} on {self.arch}{ranks}: {len(self.graphs)} distinct graphs, planned in "
                  f"{self.planning_ms:.0f} ms"]  # fmt: skip
         found = self.applied
         for g in self.graphs:
@@ -104,9 +109,15 @@ class RecipePlan:
         if self.records is not NONE:
             lines.append(f"records     {self.records.source}: {found.of_records(self.records)}")
         rate = self.tokens_per_step / self.step_seconds
-        lines.append(f"time        about {self.step_seconds:.3g} s a step ({rate:,.0f} tokens/s) in these plans and "
+        lines.append(f"time        about {self.step_seconds:.3g} s a step on {self._devices} ({rate:,.0f} tokens/s) in these plans and "
                      f"the output layer: {self._basis(found)}, without optimiser and communication")  # fmt: skip
         return "\n".join(lines)
+
+    @property
+    def _devices(self) -> str:
+        """What the time is taken on."""
+        one = "process" if self.arch == "cpu" else "GPU"
+        return f"1 {one}" if self.ranks == 1 else f"{self.ranks} {one}{'es' if self.arch == 'cpu' else 's'}"
 
     def _basis(self, found: Applied) -> str:
         """What the time is made of."""
@@ -201,7 +212,7 @@ def estimate_recipe(
     micro_batches = t.global_batch // (t.micro_batch * data)
     outside = 0.0 if recipe.plan.loss_runs == "chunked" else _output_layer_seconds(recipe, arch, records)
     tokens = t.global_batch * m.seq_length
-    return RecipePlan(recipe.name, arch.name, tuple(planned), micro_batches, tokens, outside, planning_ms, pins, records)
+    return RecipePlan(recipe.name, arch.name, world or p.replica, p.pipeline, tuple(planned), micro_batches, tokens, outside, planning_ms, pins, records)
 
 
 def _output_layer_seconds(recipe: Recipe, arch: Arch, records: Records) -> float:

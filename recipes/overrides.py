@@ -14,6 +14,15 @@ from typing import Any, Literal
 from .config import Problem, Recipe
 
 _TRUE, _FALSE, _NONE = ("true", "yes", "on"), ("false", "no", "off"), ("none", "null", "~")
+MEGATRON_NAMES = {
+    "tensor_model_parallel_size": "parallel.tensor", "pipeline_model_parallel_size": "parallel.pipeline",
+    "expert_model_parallel_size": "parallel.expert", "expert_tensor_parallel_size": "parallel.expert_tensor",
+    "moe_token_dispatcher_type": "parallel.dispatcher", "sequence_parallel": "parallel.sequence",
+    "use_distributed_optimizer": "parallel.distributed_optimizer", "num_moe_experts": "model.num_experts",
+    "layernorm_epsilon": "model.norm_eps", "micro_batch_size": "train.micro_batch", "global_batch_size": "train.global_batch",
+    "train_iters": "train.steps",
+}  # fmt: skip
+"""Megatron's name of an option -> the field of a recipe that means it, where the two are not alike."""
 
 
 def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> list[Problem]:
@@ -50,6 +59,8 @@ def _apply(recipe: Recipe, path: str, value: str) -> Problem | None:
 def _suggestion(path: str, section: str, name: str, sections: dict[str, Any], fields: Iterable[str]) -> str:
     if not name and section in sections:
         return f"name one of its fields: {', '.join(f.name for f in dataclasses.fields(sections[section]))}"
+    if (ours := MEGATRON_NAMES.get((name or section).replace("-", "_"))) is not None:
+        return f"did you mean {ours}?"
     same_name = sorted(f for f in fields if name and f.partition(".")[2] == name)
     close = difflib.get_close_matches(path, sorted(fields), 1, 0.6)
     if section in sections:  # the section is right: look for the field there before elsewhere

@@ -15,7 +15,7 @@ from ..engines.contract import BuildContext, Kernel
 from ..engines.manifest import BY_ID
 from .build import make
 from .compiler import Compiler
-from .disk import Store
+from .disk import Entry, Store, read
 from .key import KernelError, chip, keyed, label
 
 CACHED, COMPILED, KEPT, FAILED, NOT_AHEAD = "cached", "compiled", "in library", "failed", "not ahead"
@@ -37,6 +37,10 @@ class Job:
         if self.kernel is None:
             return f"{self.engine}: {'+'.join(self.ctx.region.ops)}"
         return label(self.kernel.target, self.kernel.constants)
+
+    def ready(self, store: Store) -> bool:
+        """Whether the cache holds it already; what a library keeps is not looked for."""
+        return self.kernel is not None and store.find(keyed(self.kernel, self.arch).key) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,11 +121,13 @@ def _run(job: Job, store: Store, compiler: Compiler) -> Done:
             seconds = compiler.compile_library(job.engine, job.ctx)
             return Done(job.name, job.engine, job.arch.name, KEPT, seconds)
         wanted = keyed(job.kernel, job.arch)
-        state, entry = CACHED, store.find(wanted.key)
+        state, entry, damaged = CACHED, store.find(wanted.key), None
+        if entry is not None and not isinstance(read(entry.folder, wanted.key, whole=True), Entry):
+            entry, damaged = None, entry
         if entry is None:
             state = COMPILED
             with store.workshop() as folder:
-                entry = make(wanted, store, folder, compiler)
+                entry = make(wanted, store, folder, compiler, unusable=damaged)
                 if entry.folder == folder:
                     raise KernelError(f"{store.folders[0] if store.folders else 'no cache folder'}: takes no files")
     except KernelError as error:

@@ -41,15 +41,16 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def read_archive(file: Path, folder: Path) -> tuple[list[Entry], list[Fault]]:
-    """Takes the whole entries of an archive into ``folder``; (those, what was refused and why). An entry that is there
-    already is left alone. KernelError for what is no tar file; OSError where the folder cannot be written."""
-    taken, refused = [], []
+def read_archive(file: Path, folder: Path) -> tuple[list[Entry], list[Fault], int]:
+    """Takes the whole entries of an archive into ``folder``; (those, what was refused and why, how many were there
+    already and are left alone). KernelError for what is no tar file; OSError where the folder cannot be written."""
+    taken, refused, there = [], [], 0
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=TAKING) as unpacked:
         keys = _unpack(file, Path(unpacked), refused)
         for key in sorted(keys):
             if isinstance(read(folder, key, whole=True), Entry):
+                there += 1
                 continue
             entry = read(Path(unpacked), key, whole=True)
             if isinstance(entry, Entry):
@@ -57,7 +58,7 @@ def read_archive(file: Path, folder: Path) -> tuple[list[Entry], list[Fault]]:
                 taken.append(place(folder, key, entry.facts["inputs"], Path(unpacked), facts))
             else:
                 refused.append(Fault(Path(key), entry or "no JSON beside it"))
-    return taken, refused
+    return taken, refused, there
 
 
 def _unpack(file: Path, folder: Path, refused: list[Fault]) -> set[str]:

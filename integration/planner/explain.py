@@ -11,6 +11,7 @@ import torch
 
 from ..engines.arch import Arch
 from ..graph.ir import ITEMSIZE, Graph, GraphBuilder, GraphError
+from ..graph.ops.quantize import LAYOUTS, scale_spec
 from ..graph.ops.table import op_table
 from .planner import PlanError, PlannedRegion, plan
 from .policy import Policy
@@ -34,8 +35,60 @@ EXAMPLES = {
     "router": "--shape logits=16384x64:float32 --attr topk=6",
     "cross_entropy": "--shape logits=8192x32768:bfloat16 --shape targets=8192:int64",
     "linear_cross_entropy": "--shape x=8192x4096:bfloat16 --shape weight=128256x4096:bfloat16 --shape targets=8192:int64",
+    "add": "--shape a=8192x4096:bfloat16 --shape b=8192x4096:bfloat16",
+    "row_sum": "--shape x=8192x4096:bfloat16",
+    "bias_dropout_add": "--shape x=8192x4096:bfloat16 --shape residual=8192x4096:bfloat16 --shape bias=4096:bfloat16",
+    "dropout_bwd": "--shape dy=8192x4096:bfloat16 --shape seed=1:int64 --shape offset=1:int64 --attr p=0.1",
+    "rms_norm_bwd": "--shape dy=8192x4096:bfloat16 --shape x=8192x4096:bfloat16 --shape weight=4096:bfloat16 --shape rstd=8192:float32",
+    "layer_norm_bwd": "--shape dy=8192x4096:bfloat16 --shape x=8192x4096:bfloat16 "
+                      "--shape weight=4096:bfloat16 --shape mean=8192:float32 --shape rstd=8192:float32",
+    "linear_dgrad": "--shape dy=8192x14336:bfloat16 --shape weight=14336x4096:bfloat16",
+    "linear_wgrad": "--shape dy=8192x14336:bfloat16 --shape x=8192x4096:bfloat16",
+    "qkv_split": "--shape x=4096x1x6144:bfloat16 --attr groups=8 --attr queries_per_group=4 --attr head_dim=128",
+    "qkv_merge": "--shape q=4096x1x32x128:bfloat16 --shape k=4096x1x8x128:bfloat16 --shape v=4096x1x8x128:bfloat16",
+    "split": "--shape x=8192x4096:bfloat16 --attr first=1024",
+    "concat": "--shape a=8192x1024:bfloat16 --shape b=8192x3072:bfloat16",
+    "unflatten_heads": "--shape x=4096x1x4096:bfloat16 --attr heads=32",
+    "flatten_heads": "--shape x=4096x1x32x128:bfloat16",
+    "expand_heads": "--shape x=4096x1x64:bfloat16 --attr heads=32",
+    "sum_heads": "--shape x=4096x1x32x64:bfloat16",
+    "zeros_like": "--shape like=8192x4096:bfloat16",
+    "sdpa_bwd": "--shape dout=1x4096x32x128:bfloat16 --shape out=1x4096x32x128:bfloat16 --shape lse=1x32x4096:float32 "
+                "--shape q=1x4096x32x128:bfloat16 --shape k=1x4096x8x128:bfloat16 --shape v=1x4096x8x128:bfloat16 --attr causal=true",
+    "swiglu_bwd": "--shape dy=8192x14336:bfloat16 --shape x=8192x28672:bfloat16",
+    "geglu": "--shape x=8192x28672:bfloat16",
+    "geglu_bwd": "--shape dy=8192x14336:bfloat16 --shape x=8192x28672:bfloat16",
+    "gelu": "--shape x=8192x14336:bfloat16",
+    "gelu_bwd": "--shape dy=8192x14336:bfloat16 --shape x=8192x14336:bfloat16",
+    "squared_relu": "--shape x=8192x14336:bfloat16",
+    "squared_relu_bwd": "--shape dy=8192x14336:bfloat16 --shape x=8192x14336:bfloat16",
+    "cross_entropy_bwd": "--shape dloss=8192:float32 --shape logits=8192x32768:bfloat16 --shape targets=8192:int64 --shape lse=8192:float32",
+    "linear_cross_entropy_bwd": "--shape x=8192x4096:bfloat16 --shape weight=128256x4096:bfloat16 "
+                                "--shape targets=8192:int64 --shape dloss=8192:float32 --shape lse=8192:float32",
+    "shard_targets": "--shape targets=8192:int64 --shape first=1:int64 --attr classes=16384",
+    "stack_shard": "--shape loss=8192:float32 --shape lse=8192:float32",
+    "shard_loss": "--shape stats=2x2x8192:float32 --shape targets=8192:int64 "
+                  "--shape hits=8192:int64 --attr classes=16384 --shape logits=8192x16384:bfloat16",
+    "quantize": "--shape x=8192x4096:bfloat16 --attr block=[1,128]",
+    "dequantize": "--shape data=8192x4096:float8_e4m3fn --shape scale_inv=8192x32:float32 --attr block=[1,128] --attr dtype=bfloat16",
+    "group_by_expert": "--shape expert_map=16384x6:int32 --attr num_experts=64",
+    "tokens_per_expert": "--shape expert_map=16384x6:int32 --attr num_experts=64",
+    "permute_bwd": "--shape drows=98304x2048:bfloat16 --shape row_map=16384x6:int32",
+    "unpermute": "--shape rows=98304x2048:bfloat16 --shape row_map=16384x6:int32 --shape counts=64:int32 --shape offsets=64:int32",
+    "unpermute_bwd": "--shape dy=16384x2048:bfloat16 --shape row_map=16384x6:int32 --shape counts=64:int32 --shape offsets=64:int32",
+    "grouped_matmul_dgrad": "--shape dy=98304x2816:bfloat16 --shape weight=64x2816x2048:bfloat16 --shape offsets=64:int32",
+    "grouped_matmul_wgrad": "--shape dy=98304x2816:bfloat16 --shape x=98304x2048:bfloat16 --shape offsets=64:int32",
+    "router_bwd": "--shape dprobs=16384x6:float32 --shape logits=16384x64:float32 --shape expert_map=16384x6:int32 --attr topk=6",
+    "load_balancing_loss": "--shape logits=16384x64:float32 --shape tokens_per_expert=1x64:float32 --attr topk=6",
+    "load_balancing_loss_bwd": "--shape dloss=:float32 --shape logits=16384x64:float32 --shape tokens_per_expert=1x64:float32 --attr topk=6",
+    "z_loss": "--shape logits=16384x64:float32",
+    "z_loss_bwd": "--shape dloss=:float32 --shape logits=16384x64:float32",
+    "all_gather": "--shape x=8192x4096:bfloat16 --attr group=tp --attr size=8",
+    "reduce_scatter": "--shape x=8192x4096:bfloat16 --attr group=tp --attr size=8",
+    "all_reduce": "--shape x=8192x4096:bfloat16 --attr group=tp --attr size=8",
+    "group_copy": "--shape x=8192x4096:bfloat16 --attr group=tp --attr size=8",
 }
-"""Op -> shapes and attributes of ``layerplan explain`` that work."""
+"""Op -> shapes and attributes of ``layerplan explain`` that work: every op of the table."""
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64",
           "long": "int64", "int": "int32", "fp8": "float8_e4m3fn"}  # fmt: skip
@@ -120,8 +173,8 @@ def check_op(op: str) -> None:
 
 
 def example(op: str) -> str:
-    """A whole ``layerplan explain`` command for an op of the table; where EXAMPLES has none, rms_norm's."""
-    return f"layerplan explain {op if op in EXAMPLES else 'rms_norm'} {EXAMPLES.get(op, EXAMPLES['rms_norm'])} --arch sm_90"
+    """A whole ``layerplan explain`` command for an op of the table."""
+    return f"layerplan explain {op} {EXAMPLES[op]} --arch sm_90"
 
 
 def required_ports(op: str) -> tuple[str, ...]:
@@ -181,5 +234,12 @@ def _one_node(op: str, shapes: Mapping[str, tuple[Sequence[int], str | torch.dty
             size, dtype = shapes[p]
             like = torch.empty([int(s) for s in size], dtype=getattr(torch, dtype), device="meta")
             values[p] = b.input(p, spec(like, _pattern(op, p, len(size), attrs.get("layout", "bshd"))))
-    out = b.op(op, **values, **attrs)
+    if op == "dequantize" and isinstance(attrs.get("block"), tuple) and attrs["block"] in LAYOUTS:  # the scale is a part of its input's type
+        b.specs["data"] = dataclasses.replace(b.specs["data"], scale=scale_spec(attrs["block"], attrs.get("layout", "row")))
+    row, want = op_table()[op], None
+    if not row.required_outputs:  # a gradient of what is connected: all that can be made of it
+        ports, bound = row.bind({**values, **attrs})
+        made = row.infer({p: b.specs[v] for p, v in ports}, bound)
+        want = [p.name for p in row.outputs if p.name in made]
+    out = b.op(op, want=want, **values, **attrs)
     return b.build([out] if isinstance(out, str) else out)

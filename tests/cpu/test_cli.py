@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from layerplan.integration import cli, doctor
 from layerplan.integration.engines import packages
-from layerplan.integration.planner.explain import EXAMPLES, example
+from layerplan.integration.graph.ops.table import op_table
+from layerplan.integration.planner.explain import example
 from layerplan.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,7 +136,7 @@ def test_explain_of_an_engine_that_declines_fails_with_the_reason():
     (["rms_norm", *X, "--arch", "H1000"], ["H1000", "sm_90", "a GPU's name such as H100; did you mean 'H100'"]),
     (["sdpa"], ["--shape and --arch must be given", "q, k, v", example("sdpa")]),
     (["linear", "--shape", "x=4x4:bfloat16"], ["--arch must be given", example("linear")]),
-    (["concat", "--arch", "sm_90"], ["--shape must be given", "a, b", example("rms_norm")]),
+    (["concat", "--arch", "sm_90"], ["--shape must be given", "a, b", example("concat")]),
 ])  # fmt: skip
 def test_explain_refuses_bad_input_in_a_line_without_traceback(arguments, said):
     result = run("explain", *arguments)
@@ -144,7 +145,7 @@ def test_explain_refuses_bad_input_in_a_line_without_traceback(arguments, said):
     assert "Traceback" not in result.stderr and isinstance(result.exception, SystemExit)
 
 
-@pytest.mark.parametrize("op", EXAMPLES)
+@pytest.mark.parametrize("op", op_table())
 def test_the_examples_that_a_message_gives_work_as_they_stand(op):
     result = run(*example(op).split()[1:])
     assert result.exit_code == 0 and result.stdout.startswith(f"{op} on sm_90: "), result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -83,7 +84,14 @@ def test_it_compiles_for_several_archs_then_finds_all_and_the_cache_travels(engi
     assert run("cache", "export", str(tmp_path / "k.tar")).stdout.startswith("2 kernels")
     monkeypatch.setenv("LAYERPLAN_CACHE", str(tmp_path / "b"))
     assert run("cache", "show").stdout.startswith("no kernels")
-    assert run("cache", "import", str(tmp_path / "k.tar")).stdout.startswith("2 kernels taken, 0 files refused")
+    assert run("cache", "import", str(tmp_path / "k.tar")).stdout.startswith("2 kernels taken, 0 were there already, 0 files refused")
+    assert run("cache", "import", str(tmp_path / "k.tar")).stdout.startswith("0 kernels taken, 2 were there already, 0 files refused")
+    other = run("cache", "export", str(tmp_path / "none.tar"), "--arch", "sm_80")
+    assert other.exit_code == 1 and "kernels for sm_100a, sm_90a alone" in other.stderr
+    assert run("cache", "verify").exit_code == 0
+    next((tmp_path / "b").glob("*.o")).write_bytes(b"")
+    repaired = run(*command)
+    assert repaired.stdout.count(" cached ") == 1 and "1 compiled, 1 were there" in repaired.stdout
     assert run("cache", "verify").exit_code == 0
     assert run(*command).stdout.count(" cached ") == 2
     next((tmp_path / "b").glob("*.o")).write_bytes(b"")
@@ -189,3 +197,37 @@ def test_a_file_that_is_no_archive_ends_an_import_with_its_name(monkeypatch, tmp
     for file, words in (("x", "is no tar file"), ("nowhere", "No such file")):
         done = run("cache", "import", str(tmp_path / file))
         assert done.exit_code == 2 and words in done.stderr
+
+
+def test_cache_commands_say_what_they_did_not_do(monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERPLAN_CACHE", str(tmp_path / "c"))
+    (tmp_path / "c").mkdir()
+    old, young = (tmp_path / "c" / f"{letter * 64}.o" for letter in "ab")
+    for file in (old, young):
+        file.write_bytes(b"cut off")
+    os.utime(old, (0, 0))
+    assert "object files are not read for this: 'layerplan cache verify' does" in run("cache", "show").stdout
+    assert run("cache", "prune").stdout.startswith("0 kernels and 1 broken files removed; 1 broken files kept: younger than a minute")
+    assert young.exists() and not old.exists()
+    nothing = run("cache", "export", str(tmp_path / "k.tar"))
+    assert nothing.exit_code == 1 and "has no whole kernels" in nothing.stderr and not (tmp_path / "k.tar").exists()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAYERPLAN_CACHE", str(tmp_path / "file"))
+    assert "is not a folder" in run("cache", "show").stdout
+
+
+def test_a_cache_folder_that_takes_no_files_ends_a_compile_at_once_in_one_error(engine, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAYERPLAN_CACHE", str(tmp_path / "file"))
+    done = run("compile", "gpt_tiny", "--arch", "sm_90")
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr.count("takes no files") == 1 and "name a folder first that can be written" in done.stderr
+
+
+def test_where_all_is_there_a_folder_that_takes_no_files_is_no_fault(engine, monkeypatch, tmp_path):
+    monkeypatch.setenv("LAYERPLAN_CACHE", str(tmp_path / "cache"))
+    assert run("compile", "gpt_tiny", "--arch", "sm_90").exit_code == 0
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAYERPLAN_CACHE", os.pathsep.join([str(tmp_path / "file"), str(tmp_path / "cache")]))
+    done = run("compile", "gpt_tiny", "--arch", "sm_90")
+    assert done.exit_code == 0 and "\n0 compiled, " in done.stdout, done.stdout + done.stderr

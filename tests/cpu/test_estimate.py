@@ -73,6 +73,18 @@ def _cpu_ms(recipe, arch):
     return (time.process_time() - start) * 1e3
 
 
+@pytest.mark.parametrize(("name", "arch", "world", "head", "time_on"), [
+    ("qwen3_30b_a3b", "sm_90", None, "on sm_90, 16 ranks (2 pipeline stages: the layers of one, loss of the last): ", "a step on 16 GPUs ("),
+    ("llama3_8b", "sm_90", 4, "on sm_90, 4 ranks: ", "a step on 4 GPUs ("), ("gpt_tiny", "sm_90", None, "on sm_90, 1 rank: ", "a step on 1 GPU ("),
+    ("gpt_tiny", "cpu", None, "on cpu, 1 rank: ", "a step on 1 process ("),
+])  # fmt: skip
+def test_a_plan_says_for_how_many_ranks_and_stages_it_is(name, arch, world, head, time_on):
+    found = estimate_recipe(load_recipe(name), Arch.parse(arch), world)
+    first, *_, last = str(found).splitlines()
+    assert head in first and time_on in last
+    assert (found.to_json()["ranks"], found.to_json()["stages"]) == (found.ranks, load_recipe(name).parallel.pipeline)
+
+
 def test_time_scales_with_layers():
     arch = Arch.parse("sm_90")
     once = estimate_recipe(load_recipe("llama3_8b", []), arch).step_seconds

@@ -362,3 +362,27 @@ def test_segments_may_be_none_at_all():
     x, cu = torch.randn(3, 2, 8), torch.tensor([0], dtype=torch.int32)
     out, lse = ops.attention(x, x, x, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu, return_lse=True)
     assert not out.any() and bool((lse == float("-inf")).all())
+
+
+@pytest.mark.parametrize(("right", "wrong"), [({"num_experts": 4}, {"num_experts": 4.0}), ({"num_experts": 1}, {"num_experts": True}),
+                                              ({"num_experts": 4, "align": 1}, {"num_experts": 4, "align": True})])  # fmt: skip
+def test_a_number_of_another_type_is_refused_behind_a_right_call_as_before_one(right, wrong):
+    x, expert_map, offsets = torch.randn(4, 8), torch.zeros(4, 2, dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    calls = [lambda **a: ops.permute(x, expert_map, **a)]
+    calls += [] if "align" in right else [lambda **a: ops.tokens_per_expert(expert_map, **a)]
+    calls += [lambda num_experts, align: ops.grouped_matmul(x, torch.randn(1, 8, 8), offsets, align=align)] if "align" in right else []
+    for call in calls:
+        for _ in range(2):
+            call(**right)
+            with pytest.raises((ValueError, TypeError)):
+                call(**wrong)
+
+
+def test_a_flag_of_another_type_is_refused_behind_a_right_call():
+    x, w, q = torch.randn(4, 8), torch.ones(8), torch.randn(1, 4, 2, 8)
+    for flag in (True, False):
+        ops.rms_norm(x, w, eps=1e-5, zero_centered=flag), ops.attention(q, q, q, causal=flag)
+        with pytest.raises((ValueError, TypeError)):
+            ops.rms_norm(x, w, eps=1e-5, zero_centered=int(flag))
+        with pytest.raises((ValueError, TypeError)):
+            ops.attention(q, q, q, causal=int(flag))

@@ -17,6 +17,7 @@ from layerplan.recipes.compile import compile_recipe
 from layerplan.recipes.config import folder_problems
 from layerplan.recipes.estimate import estimate_recipe
 from layerplan.recipes.memory import memory_estimate, memory_fit
+from layerplan.recipes.overrides import MEGATRON_NAMES
 from layerplan.recipes.size import flops_per_token, parameter_count
 from layerplan.recipes.tune import tune_recipe
 
@@ -207,6 +208,15 @@ def test_a_plan_file_pins_what_is_not_under_the_reference_policy():
     for split in ("data.split=98,2,0", "data.split=969, 30, 1"):
         assert load_recipe("gpt_tiny", ["train.eval_every_steps=5", split]).validate() == []
     assert load_recipe("gpt_tiny", ["plan.file=p.json", "plan.policy=reference", "plan.per_module=*.mlp=auto"]).validate() == []
+
+
+@pytest.mark.parametrize("name", MEGATRON_NAMES)
+def test_megatrons_names_are_told_the_field_that_means_it(name):
+    ours = MEGATRON_NAMES[name]
+    section, _, field = ours.partition(".")
+    assert field in {f.name for f in dataclasses.fields(load_recipe("gpt_tiny").sections()[section])}
+    for key in (name, f"parallel.{name}", f"model.{name}", name.replace("_", "-")):
+        assert problems_of("gpt_tiny", f"{key}=1")[key].endswith(f"did you mean {ours}?")
 
 
 def test_all_problems_come_in_one_error():

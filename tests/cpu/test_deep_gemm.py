@@ -15,6 +15,8 @@ from layerplan.integration.graph.examples import example
 from layerplan.integration.graph.ir import Dim, GraphBuilder, TensorSpec
 from layerplan.integration.planner.cover import region_of
 from layerplan.integration.planner.planner import plan
+from layerplan.integration.planner.policy import Policy
+from layerplan.integration.planner.rank import ask
 from tests.cases import deep_gemm_double, grouped
 from tests.cases.catalogue import BY_ID as CASES
 from tests.cases.catalogue import Declined, hold
@@ -95,7 +97,8 @@ def test_what_its_kernels_take_is_offered_with_what_it_allocates():
 @pytest.mark.skipif(locate("deep_gemm").here, reason="the package is installed")
 def test_without_the_package_the_engine_says_where_it_is_from():
     (region,) = plan(forward(), ARCHS["sm_90"]).forward.regions
-    reason = next(c.reason for c in region.candidates if c.engine == ID)
+    assert next(c.reason for c in region.candidates if c.engine == ID).startswith("on trial")  # none need install it
+    reason = ask(BY_ID[ID], region.region, ARCHS["sm_90"], Policy(), trial=True).reason
     assert "'deep-gemm'" in reason and packages.SOURCES["deep-gemm"] in reason, reason
 
 

@@ -199,11 +199,12 @@ def test_linear_with_swiglu_declines_what_its_epilogue_lacks_with_reason():
 
 
 @pytest.mark.skipif(locate("quack").here, reason="the package is installed")
-def test_without_the_package_every_engine_names_it():
-    for graph in (norm(), loss(), rope(), linear()):
+def test_without_the_package_every_engine_that_would_take_the_region_names_it():
+    for engine, graph in (("norm/quack", norm()), ("loss/quack", loss()), ("rope/quack", rope()), ("linear/quack", linear())):
         reasons = {c.engine: c.reason for r in plan(graph, ARCHS["sm_90"]).forward.regions for c in r.candidates}
-        found = [r for e, r in reasons.items() if e.endswith("/quack")]
-        assert found and all("'quack-kernels'" in r for r in found), reasons
+        assert "'quack-kernels'" in reasons[engine], reasons
+        others = {e: r for e, r in reasons.items() if e.endswith("/quack") and e != engine}
+        assert not any("'quack-kernels'" in r for r in others.values()), others  # they would decline with it too
 
 
 # ---- host code on a double of the kernels ---------------------------------------------------------------------------

@@ -339,12 +339,11 @@ def ask(
         return Decline(f"has no code for {arch.name}; it runs on {', '.join(entry.archs)}")
     if entry.trial and not trial and forced is not entry and knobs is None:
         return Decline(f"on trial: runs only where engine={entry.id!r} or a plan file names it")
-    unusable = entry.unusable()
-    if unusable and import_error(entry.module):
-        return Decline(unusable)
+    if import_error(entry.module):
+        return Decline(entry.unusable())
     answer = _answer(entry, region, arch, policy, knobs)
     # an absent package comes last: nobody need install what would decline anyhow
-    return Decline(unusable) if unusable and isinstance(answer, Offer) else answer
+    return Decline(why) if isinstance(answer, Offer) and (why := entry.absent()) else answer
 
 
 def _answer(entry: Entry, region: Region, arch: Arch, policy: Policy, knobs: tuple | None) -> Offer | Decline:

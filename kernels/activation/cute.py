@@ -15,7 +15,6 @@ from ..common.rows import dtype_reason, fresh, rows, vector
 
 _DEVICE = "layerplan.kernels.activation.sm80.swiglu"
 _THREADS, _VECTORS = (128, 64, 256, 512), (1, 2, 4)  # of a block; of a thread, in flight at once
-_STREAMED = 32 << 20  # bytes of a result from which on its reader finds little of it in L2
 
 
 class CuteSwiglu(Engine):
@@ -107,7 +106,7 @@ def _knobs(region: Region) -> dict[str, tuple[Any, ...]]:
     registers for as many threads as a multiprocessor takes, and small blocks waste little of the last wave."""
     if "drow_weight" in region.wanted:
         return {}
-    large = region.graph.specs[region.graph.outputs[0]].nbytes() >= _STREAMED
+    large = quantized.streamed(region.graph.specs[region.graph.outputs[0]])
     return {"threads": _THREADS, "vectors": _VECTORS, "keep": (True, False), "streaming": (large, not large)}
 
 

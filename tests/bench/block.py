@@ -2,16 +2,22 @@
 
     python tests/bench/block.py [--model llama8b|moe64|qwen30] [--impl layerplan,layerplan+residual,te]
                                 [--trial ENGINE ...] [--pins FILE] [--out FILE] [--profile]
+    torchrun --nproc-per-node 2 tests/bench/block.py --model moe64 [--dispatcher allgather] ...
 
 Both are Megatron's TransformerBlock; Transformer Engine runs as fast as Megatron has it: rope, router and permutation
 fused, grouped products by CUTLASS. Steps take turns, so that clocks and temperature are shared. A step is forward and
 backward with gradients dropped afterwards. ``idle_share``: the part of a step in which no kernel runs. ``--profile``
 adds kernel times by name. Peak memory is that of the implementation's own steps, its parameters and the input included.
+
+Under torchrun the experts are spread over the ranks, each with a batch of its own and the other weights whole (their
+gradients are not summed). A step then starts at all ranks at once and takes as long as the slowest's; memory, distances
+and kernels are the worst rank's, or where they are no numbers rank 0's.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import statistics
@@ -34,18 +40,23 @@ MODELS = {  # dims, sequence, batch
 }  # fmt: skip
 
 
+def world() -> int:
+    """Ranks, all of which share out the experts."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def config(model: str, **over):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
         num_layers=LAYERS, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
-        normalization="RMSNorm", add_bias_linear=False, gated_linear_unit=True,
+        normalization="RMSNorm", add_bias_linear=False, gated_linear_unit=True, expert_model_parallel_size=world(),
         activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0,
-        gradient_accumulation_fusion=False, perform_initialization=True, **MODELS[model][0], **over,
+        gradient_accumulation_fusion=False, perform_initialization=True, **(MODELS[model][0] | over),
     )  # fmt: skip
 
 
-def te_block(model: str):
+def te_block(model: str, **over):
     # beside flash-attn-4 4.0.0b36 it takes that for attention and computes something else, in a tenth of the time
     os.environ |= {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0",
                    "NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}  # fmt: skip
@@ -54,20 +65,20 @@ def te_block(model: str):
 
     moe = "num_moe_experts" in MODELS[model][0]
     c = config(model, apply_rope_fusion=True, bias_dropout_fusion=True, bias_activation_fusion=True,
-               masked_softmax_fusion=True, **(dict(moe_permute_fusion=True, moe_router_fusion=True) if moe else {}))  # fmt: skip
+               masked_softmax_fusion=True, **over, **(dict(moe_permute_fusion=True, moe_router_fusion=True) if moe else {}))  # fmt: skip
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=c.num_moe_experts, moe_grouped_gemm=c.moe_grouped_gemm, qk_layernorm=c.qk_layernorm
     )
     return TransformerBlock(c, spec, pre_process=True, post_process=False)
 
 
-def layerplan_block(model: str, pins: str | None, residual: bool):
+def layerplan_block(model: str, pins: str | None, residual: bool, **over):
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     from layerplan.integration.megatron.specs import gpt_block_spec
     from layerplan.modules.base import apply_policy
 
-    c = config(model, transformer_impl="local", bias_dropout_fusion=True, bias_activation_fusion=False)
+    c = config(model, transformer_impl="local", bias_dropout_fusion=True, bias_activation_fusion=False, **over)
     spec = gpt_block_spec(c, **({"fuse_residual": True} if residual else {}))
     block = TransformerBlock(c, spec, pre_process=True, post_process=False)
     if pins:
@@ -138,6 +149,8 @@ def apart(made: dict[str, SimpleNamespace], x, grad) -> dict[str, dict[str, floa
 
 def milliseconds(f) -> float:
     a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if world() > 1:
+        torch.distributed.barrier()
     a.record()
     f()
     b.record()
@@ -185,17 +198,33 @@ def lift(engines: list[str]) -> None:
         object.__setattr__(BY_ID[e], "trial", False)
 
 
-def one_rank() -> None:
-    """Megatron's parallel state for this process alone."""
+def start_ranks() -> int:
+    """Megatron's parallel state, for this process alone or for those that torchrun started; this one's rank."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    torch.cuda.set_device(0)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda:0"))
+    rank = int(os.environ.get("RANK", "0"))
+    torch.cuda.set_device(rank)
+    store = torch.distributed.HashStore() if world() == 1 else None
+    given = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
+    limit = datetime.timedelta(seconds=300)
+    torch.distributed.init_process_group("nccl", device_id=torch.device(f"cuda:{rank}"), timeout=limit, **given)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.initialize_model_parallel(1, 1)
+    parallel_state.initialize_model_parallel(1, 1, expert_model_parallel_size=world())
     model_parallel_cuda_manual_seed(7)
+    torch.manual_seed(rank)
+    return rank
+
+
+def worst(mine):
+    """Number by number the largest of all ranks' (of lists and dicts of numbers too)."""
+    if world() == 1:
+        return mine
+    if isinstance(mine, dict):
+        return {k: worst(v) for k, v in mine.items()}
+    found = torch.tensor(mine, dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return found.tolist()
 
 
 def main() -> None:
@@ -203,21 +232,24 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="llama8b")
     parser.add_argument("--impl", default="layerplan,te")
     parser.add_argument("--pins", help="a plan file that our block is pinned to")
+    parser.add_argument("--dispatcher", help="Megatron's moe_token_dispatcher_type; alltoall where it is not given")
     parser.add_argument("--trial", nargs="*", default=[], help="engines on trial that ranking may choose here")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--commit", help="of the code, for the record")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     lift(a.trial)
-    one_rank()
+    rank = start_ranks()
+    over = {"moe_token_dispatcher_type": a.dispatcher} if a.dispatcher else {}
     dims, sequence, batch = MODELS[a.model]
     x = torch.randn(sequence, batch, dims["hidden_size"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn_like(x)
     made, rows = {}, {}
     for name in a.impl.split(","):
-        build = te_block if name == "te" else lambda m, n=name: layerplan_block(m, a.pins, "residual" in n)
         before = torch.cuda.memory_allocated()
-        made[name] = make(a.model, build(a.model).cuda(), x, grad)
+        block = te_block(a.model, **over) if name == "te" else layerplan_block(a.model, a.pins, "residual" in name, **over)
+        made[name] = make(a.model, block.cuda(), x, grad)
         for _ in range(3):
             made[name].step()
         torch.cuda.synchronize()
@@ -225,10 +257,10 @@ def main() -> None:
         made[name].step()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before + x.nbytes + grad.nbytes
-        rows[name] = {"impl": name, "peak_gib": round(peak / 2**30, 3)}
+        rows[name] = {"impl": name, "peak_gib": round(worst(peak) / 2**30, 3)}
     same_weights(made)
     for name, far in apart(made, x, grad).items():
-        rows[name]["apart"] = far
+        rows[name]["apart"] = worst(far)
     turns = [list(made.values())[i % len(made) :] + list(made.values())[: i % len(made)] for i in range(a.rounds)]
     for turn in turns:  # another one first each time: what ran before sets clocks and temperature
         for m in turn:
@@ -238,15 +270,18 @@ def main() -> None:
             for m in turn:
                 m.forward_ms.append(milliseconds(m.forward))
     for name, m in made.items():
+        m.step_ms, m.forward_ms = worst(m.step_ms), worst(m.forward_ms)
         low, middle, high = statistics.quantiles(m.step_ms, n=4)
         rows[name] |= {"step_ms": round(middle, 3), "step_quartiles": [round(low, 3), round(high, 3)],
                        "forward_ms": round(statistics.median(m.forward_ms), 3)}  # fmt: skip
         figures, table = kernels(m.step)
-        rows[name] |= figures
+        rows[name] |= worst(figures)
         if a.profile:
             rows[name]["kernels"] = table[:40]
     for r in rows.values() if "te" in rows else ():
         r["ratio_to_te"] = round(r["step_ms"] / rows["te"]["step_ms"], 4)
+    if rank:
+        return
     for r in rows.values():
         show(r)
     ours = next((n for n in made if n != "te"), None)
@@ -256,7 +291,8 @@ def main() -> None:
         print(layerplan.report(made[ours].block))
     if a.out:
         record = {"what": f"two-layer block, {a.model}, bf16, {sequence} x {batch}", "dims": dims, "pins": a.pins,
-                  "trial": a.trial}  # fmt: skip
+                  "trial": a.trial, "ranks": world(), "commit": a.commit}  # fmt: skip
+        record |= {"dispatcher": a.dispatcher} if a.dispatcher else {}
         record |= environment()
         a.out.write_text(json.dumps({**record, "rows": list(rows.values())}, indent=1) + "\n")
 

@@ -7,7 +7,7 @@ that reads and writes as many in all, the faster of two. Contenders are engines 
 functions of libraries that are there. Each is captured into a CUDA graph of several launches over inputs that rotate,
 so that L2 is cold and the host does not count; graphs are replayed in turns, behind a write of other memory, and the
 median counts. What a contender computes is compared with the reference's result before it is timed. ``--sweep`` times
-the row's list of knobs as well.
+the row's list of knobs as well, ``--toggle NAME`` the default knobs with that one switched.
 ``--compile`` compiles what the rows need into the cache, on a machine that may have no GPU, and times nothing.
 
 The rows stand in ``tests/bench/memory_rows.py``.
@@ -16,6 +16,7 @@ The rows stand in ``tests/bench/memory_rows.py``.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -32,16 +33,32 @@ from layerplan.integration.plan_cache.disk import Store
 from layerplan.integration.settings import cache_folders
 from layerplan.kernels.common.evaluate import reference_launch
 from tests.bench.host_cost import environment
-from tests.bench.memory_rows import FAMILIES, Call, Row
+from tests.bench.memory_rows import FAMILIES, Call, Knobs, Row
 
 LAUNCHES, ROUNDS = 12, 9  # of one graph; replays of each graph
 # the copy bandwidth is the faster one's: a copy inside a graph takes 1.5 times as long at some sizes
 COPIES: dict[str, Callable[..., object]] = {"copy": lambda a, b: b.copy_(a), "copy by a kernel": lambda a, b: torch.bitwise_not(a, out=b)}
 
 
-def offers(row: Row, arch: Arch, sweep: bool) -> Iterator[tuple[str, str, Offer]]:
-    """(contender's name, engine, offer): ours, with every list of knobs that it takes where ``sweep``, and the peers
-    that are engines."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tried:
+    """Which knobs of our engine are tried beside its default: the row's list where ``sweep``, and the default with each
+    of ``toggles`` switched."""
+
+    sweep: bool = False
+    toggles: tuple[str, ...] = ()
+
+    def knobs(self, row: Row, default: Offer) -> Iterator[Knobs]:
+        yield from row.knobs if self.sweep else ()
+        given = dict(default.knobs)
+        for name in self.toggles:
+            if isinstance(given.get(name), bool):
+                yield tuple((given | {name: not given[name]}).items())
+
+
+def offers(row: Row, arch: Arch, tried: Tried) -> Iterator[tuple[str, str, Offer]]:
+    """(contender's name, engine, offer): ours, with the knobs of ``tried`` that it takes, and the peers that are
+    engines."""
     for engine in (row.own, *row.engines):
         loaded = BY_ID[engine].load()
         answer = loaded.match(row.region, arch)
@@ -49,15 +66,15 @@ def offers(row: Row, arch: Arch, sweep: bool) -> Iterator[tuple[str, str, Offer]
             print(f"{row.name}: {engine} declines: {answer.reason}", flush=True)
             continue
         yield engine, engine, answer
-        for knobs in row.knobs if sweep and engine == row.own else ():
-            tried = loaded.offer_with(row.region, arch, knobs)
-            if isinstance(tried, Offer) and tried.knobs != answer.knobs:
-                yield f"{engine} {json.dumps(dict(tried.knobs))}", engine, tried
+        for knobs in tried.knobs(row, answer) if engine == row.own else ():
+            other = loaded.offer_with(row.region, arch, knobs)
+            if isinstance(other, Offer) and other.knobs != answer.knobs:
+                yield f"{engine} {json.dumps(dict(other.knobs))}", engine, other
 
 
-def contenders(row: Row, arch: Arch, sweep: bool) -> Iterator[tuple[str, Call]]:
+def contenders(row: Row, arch: Arch, tried: Tried) -> Iterator[tuple[str, Call]]:
     """Name and function over the region's inputs; one that cannot be built is told and left out."""
-    for name, engine, offer in offers(row, arch, sweep):
+    for name, engine, offer in offers(row, arch, tried):
         if why := BY_ID[engine].absent():
             print(f"{row.name}: {engine} is absent: {why}", flush=True)
             continue
@@ -122,7 +139,7 @@ def in_turns(graphs: dict[str, torch.cuda.CUDAGraph], between: Call) -> dict[str
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def measure(row: Row, arch: Arch, sweep: bool) -> dict:
+def measure(row: Row, arch: Arch, tried: Tried) -> dict:
     gen = torch.Generator(device="cuda").manual_seed(0)
     size = max(row.nbytes, 1)
     count = max(2, -(-4 * torch.cuda.get_device_properties(0).L2_cache_size // size))
@@ -133,7 +150,7 @@ def measure(row: Row, arch: Arch, sweep: bool) -> dict:
     expected = expected if isinstance(expected, tuple) else (expected,)
     pool = torch.cuda.graph_pool_handle()
     graphs, notes = {name: graph_of(call, copies, pool) for name, call in COPIES.items()}, {}
-    for name, call in contenders(row, arch, sweep):
+    for name, call in contenders(row, arch, tried):
         try:
             why = wrong(row, call, sets[0], expected)
             if why is None:
@@ -175,9 +192,9 @@ def show(made: dict) -> None:
         print(f"    {name}: {note}", flush=True)
 
 
-def compile_rows(rows: list[Row], arch: Arch, sweep: bool, workers: int) -> None:
+def compile_rows(rows: list[Row], arch: Arch, tried: Tried, workers: int) -> None:
     """Into the cache of LAYERPLAN_CACHE, what the rows' own kernels need."""
-    contexts = [(e, BuildContext(r.region, arch, o)) for r in rows for _, e, o in offers(r, arch, sweep) if e == r.own]
+    contexts = [(e, BuildContext(r.region, arch, o)) for r in rows for _, e, o in offers(r, arch, tried) if e == r.own]
     jobs, _ = ahead.jobs_of(contexts, None)
     print(f"{len(jobs)} kernels for {arch.name}", flush=True)
     for done in ahead.compile_all(jobs, Store(cache_folders()), workers):
@@ -191,22 +208,26 @@ def main() -> None:
         "--only", default="", help="rows whose family and name hold this text, as norm/rms_norm 16384x4096"
     )
     parser.add_argument("--sweep", action="store_true", help="the row's lists of knobs too")
+    parser.add_argument("--toggle", action="append", default=[], metavar="NAME", help="this knob switched too")
     parser.add_argument("--compile", metavar="ARCH", help="compile for this arch and time nothing")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--commit", help="of the code, for the record")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    tried = Tried(given.sweep, tuple(given.toggle))
     rows = [r for family, make in FAMILIES.items() for r in make() if given.only in f"{family}/{r.name}"]
     if given.compile:
-        compile_rows(rows, Arch.parse(given.compile), given.sweep, given.workers)
+        compile_rows(rows, Arch.parse(given.compile), tried, given.workers)
         return
     arch, made = Arch.of_device(0), []
     for row in rows:
-        made.append(measure(row, arch, given.sweep))
+        made.append(measure(row, arch, tried))
         show(made[-1])
         torch.cuda.empty_cache()
         if given.out:
             record = {
                 "what": "memory-bound kernels",
+                "commit": given.commit,
                 "launches": LAUNCHES,
                 "rounds": ROUNDS,
                 **environment(),

@@ -110,10 +110,10 @@ def _norm_row(name: str, region: Region, least: float, libraries: dict[str, Call
 
 
 def _norm_knobs(region: Region) -> Iterator[Knobs]:
-    """Threads so that a thread has 1 to 8 vectors of 16 bytes; rows, stages and the rest around what fits."""
+    """Threads so that a thread has 1 to 16 vectors of 16 bytes; rows, stages and the rest around what fits."""
     vectors, backward = region.spec("x").shape[-1] // 8, region.node.op.endswith("_bwd")
-    fits = [t for t in range(32, 1025, 32) if vectors % t == 0 and vectors // t <= (4 if backward else 8)]
-    choices = [t for t in fits if vectors // t in ((1, 2, 4) if backward else (2, 4, 7, 8))] or fits[-2:]
+    fits = [t for t in range(32, 1025, 32) if vectors % t == 0 and vectors // t <= (4 if backward else 16)]
+    choices = [t for t in fits if vectors // t in ((1, 2, 4) if backward else (2, 4, 7, 8, 14, 16))] or fits[-2:]
     usual = min(choices, key=lambda t: abs(vectors // t - (2 if backward else 4)))
     yield from _backward_knobs(choices, usual) if backward else _forward_knobs(choices, usual)
 

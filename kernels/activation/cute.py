@@ -107,13 +107,12 @@ def _knobs(region: Region) -> dict[str, tuple[Any, ...]]:
     if "drow_weight" in region.wanted:
         return {}
     large = quantized.streamed(region.graph.specs[region.graph.outputs[0]])
-    return {"threads": _THREADS, "vectors": _VECTORS, "keep": (True, False), "streaming": (large, not large)}
+    return {"threads": _THREADS, "vectors": _VECTORS, "streaming": (large, not large)}
 
 
 def _quantize_knobs(region: Region) -> dict[str, tuple[Any, ...]]:
     quantize, graph = region.nodes[1], region.graph
-    apart = quantized.can_lie_apart(quantize, quantized.wanted(graph, quantize))
-    return quantized.knobs(graph.specs[quantize.output("data")], apart)
+    return quantized.knobs(quantize, quantized.wanted(graph, quantize), graph.specs[quantize.output("data")])
 
 
 def _reason(graph: Graph, node: Node) -> str | None:

@@ -60,7 +60,7 @@ class ColumnSum:
                 part = d.fragment(Float32, self.step)
                 part.fill(0.0)
                 block = start + Int32(k * _ROWS)
-                read_if(inside & (block < blocks), partials[which, block, None], vector, part, False)
+                read_if(inside & (block < blocks), partials[which, block, None], vector, part)
                 parts.append(part)
             for part in parts:
                 total.store(total.load() + part.load())

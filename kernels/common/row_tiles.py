@@ -18,9 +18,9 @@ from . import device as d
 
 
 @cute.jit
-def read_if(ok, row, index, into, keep: cutlass.Constexpr):
+def read_if(ok, row, index, into):
     if ok:
-        d.read(row, index, into, keep=keep)
+        d.read(row, index, into)
 
 
 @cute.jit
@@ -91,17 +91,17 @@ class Tiles:
 
     # ---- global memory
 
-    def read(self, source, chunk: int, thread, ok, keep: bool = False):
+    def read(self, source, chunk: int, thread, ok):
         """The thread's fragment of a chunk of ``source``, a row or a vector of ``width``; zeros where ``ok`` is not or
         the row ends."""
         into = d.fragment(source.element_type, self.step)
         ok = self.both(ok, self.vector_ok(chunk, thread))
         index = thread + chunk * self.groups.threads
         if ok is True:
-            d.read(source, index, into, keep=keep)
+            d.read(source, index, into)
         else:
             into.fill(0)
-            read_if(ok, source, index, into, keep)
+            read_if(ok, source, index, into)
         return into
 
     def write(self, target, chunk: int, thread, ok, values, streaming: bool = False) -> None:
@@ -115,7 +115,7 @@ class Tiles:
 
     def vector(self, source, thread):
         """All chunks of a vector of ``width`` that every row uses; None for an absent one."""
-        return None if source is None else [self.read(source, c, thread, True, keep=True) for c in range(self.chunks)]
+        return None if source is None else [self.read(source, c, thread, True) for c in range(self.chunks)]
 
     def put(self, target, row, thread, ok, value) -> None:
         """A row's number to ``target`` [rows]."""
@@ -135,7 +135,11 @@ class Tiles:
             from_row, to_row = source[Int64(row), None], buffer[stage, group, None]
             for c in range(self.chunks):
                 index = thread + c * self.groups.threads
-                _copy_if(self.both(ok, self.vector_ok(c, thread)), from_row, index, to_row, self.step)
+                there = self.both(ok, self.vector_ok(c, thread))
+                if there is True:
+                    d.copy_async(from_row, index, to_row, index, self.step)
+                else:
+                    _copy_if(there, from_row, index, to_row, self.step)
         cute.arch.cp_async_commit_group()
 
     def read_stage(self, buffer, stage, group, chunk: int, thread):

@@ -42,11 +42,10 @@ def _if(ok: str, code: str) -> str:
     return f"{{ .reg .pred p; .reg .b32 t; .reg .b16 h, z; mov.b32 t, {{${ok}}}; setp.ne.b32 p, t, 0; {code} }}"
 
 
-def read_words(at, count: int, ok, *, keep: bool = False) -> list:
-    """``count`` words of global memory, zeros where ``ok`` does not hold. Unless ``keep``, L1 keeps nothing of them."""
+def read_words(at, count: int, ok) -> list:
+    """``count`` words of global memory, zeros where ``ok`` does not hold."""
     zeros = " ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count))
-    kind = "ld.global" if keep else "ld.global.L1::no_allocate"
-    code = _if("r1", f"{zeros} @p {kind}{_suffix(count)} {_list('w', count)}, [{{$r0}}];")
+    code = _if("r1", f"{zeros} @p ld.global{_suffix(count)} {_list('w', count)}, [{{$r0}}];")
     return _one(inline_ptx(code, write_only_types=[Uint32] * count, read_only_args=[at, Int32(ok)]))
 
 
@@ -159,10 +158,10 @@ class Packed:
         self.per_word = 4 // self.itemsize
         self._ptx = {"float32": "f32", "bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
 
-    def read(self, at, elements: int, ok, *, keep: bool = False) -> list:
+    def read(self, at, elements: int, ok) -> list:
         """``elements`` of global memory as words, in accesses of at most 16 bytes; where they are single, a multiple of
         two is read one by one into whole words. ``ok`` is one predicate, or a list of one for each element, which are
-        then read one by one. ``keep`` as for ``read_words``."""
+        then read one by one."""
         if isinstance(ok, list):
             pieces = [read_piece(at + i * self.itemsize, self.itemsize, p) for i, p in enumerate(ok)]
             return (
@@ -173,7 +172,7 @@ class Packed:
         words, result = elements // self.per_word, []
         for start in range(0, words, 4):
             count = min(4, words - start)
-            result += read_words(at + 4 * start, count, ok, keep=keep)
+            result += read_words(at + 4 * start, count, ok)
         return result
 
     def write(self, at, words: list, ok, *, streaming: bool = False) -> None:

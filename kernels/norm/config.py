@@ -2,7 +2,7 @@
 arch can hold.
 
 ``threads`` share a row and ``rows`` rows are in a block at once, ``stages`` tiles of them are on their way through
-shared memory (0: none, rows are read straight from global memory). The defaults keep about 40 KB or more of reads
+shared memory (0: none, rows are read straight from global memory; 1: a block has one tile). The defaults keep about 40 KB or more of reads
 outstanding on each SM.
 """
 
@@ -51,7 +51,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardKnobs:
-    """``blocks``: resident blocks on an SM where ``stages`` > 0. ``hold_weight``: weight and bias are read before the
+    """``blocks``: resident blocks on an SM where ``stages`` > 1. ``hold_weight``: weight and bias are read before the
     row's statistics and, with stages, stay in registers. ``streaming``: L2 may drop what is written first."""
 
     threads: int
@@ -190,8 +190,9 @@ def knob_reason(knobs: Knobs, rows: Rows, arch: Arch) -> str | None:
         )
     if knobs.threads > WARP and knobs.rows > 15:
         return f"rows = {knobs.rows}: rows of several warps take a barrier each, and a block has 15"
-    if knobs.stages == 1 or knobs.stages < 0:
-        return f"stages = {knobs.stages}: 0, or 2 and more"
+    backward = isinstance(knobs, BackwardKnobs)
+    if knobs.stages < 0 or (backward and knobs.stages == 1):
+        return f"stages = {knobs.stages}: {'0, or 2' if backward else '0'} and more"
     if knobs.stages and not rows.async_copies:
         return (
             f"stages = {knobs.stages}: asynchronous copies move 4 bytes or more, and rows of {rows.width} {rows.dtype} "

@@ -80,7 +80,7 @@ def _knobs(region: Region) -> dict[str, tuple[Any, ...]]:
     node = region.node
     if node.op != "quantize":
         return {}
-    return quantized.knobs(region.spec("data"), quantized.can_lie_apart(node, tuple(region.wanted)))
+    return quantized.knobs(node, tuple(region.wanted), region.spec("data"))
 
 
 def _quantize(region: Region, compiled, apart: bool):

@@ -3,7 +3,8 @@
     python -m tests.bench.memory_bound [--only TEXT] [--sweep] [--compile] [--out FILE]
 
 Each row is an op at one shape. Its bytes are those of every operand once (``Region.cost``); ``copy`` is a plain copy
-that reads and writes as many in all, the faster of two. Contenders are engines of ours, which launch the package's compiled kernels, and
+that reads and writes as many in all, the faster of two; ``fill_us`` is what it takes only to write what the row writes (memory
+that is only written to is slower than a copy). Contenders are engines of ours, which launch the package's compiled kernels, and
 functions of libraries that are there. Each is captured into a CUDA graph of several launches over inputs that rotate,
 so that L2 is cold and the host does not count; graphs are replayed in turns, behind a write of other memory, and the
 median counts. What a contender computes is compared with the reference's result before it is timed. ``--sweep`` times
@@ -37,6 +38,7 @@ from tests.bench.memory_rows import FAMILIES, Call, Knobs, Row
 
 LAUNCHES, ROUNDS = 12, 9  # of one graph; replays of each graph
 # the copy bandwidth is the faster one's: a copy inside a graph takes 1.5 times as long at some sizes
+FILL = "fill"
 COPIES: dict[str, Callable[..., object]] = {"copy": lambda a, b: b.copy_(a), "copy by a kernel": lambda a, b: torch.bitwise_not(a, out=b)}
 
 
@@ -149,6 +151,8 @@ def measure(row: Row, arch: Arch, tried: Tried) -> dict:
     expected = reference_launch(row.region)(*sets[0])
     expected = expected if isinstance(expected, tuple) else (expected,)
     pool = torch.cuda.graph_pool_handle()
+    written = sum(t.nbytes for t in expected)
+    blank = [[torch.empty(written, dtype=torch.uint8, device="cuda")] for _ in range(count)]
     graphs, notes = {name: graph_of(call, copies, pool) for name, call in COPIES.items()}, {}
     for name, call in contenders(row, arch, tried):
         try:
@@ -160,19 +164,20 @@ def measure(row: Row, arch: Arch, tried: Tried) -> dict:
         except Exception as error:
             notes[name] = f"fails: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
             torch.cuda.synchronize()
+    graphs[FILL] = graph_of(torch.Tensor.zero_, blank, pool)
     other = torch.empty(4 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.uint8, device="cuda")
     return result(row, in_turns(graphs, other.zero_), notes)
 
 
 def result(row: Row, times: dict[str, float], notes: dict[str, str]) -> dict:
-    copy = min(times[name] for name in COPIES)
+    copy, fill = min(times[name] for name in COPIES), times.pop(FILL)
     ours = {n: t for n, t in times.items() if n.split(" ")[0] == row.own}
     peers = {n: t for n, t in times.items() if n not in COPIES and n not in ours}
     rows = [{"name": n, "us": round(t * 1e6, 2), "tb_s": round(row.nbytes / t / 1e12, 3), "of_copy": round(copy / t, 3)}
             for n, t in sorted(times.items(), key=lambda item: item[1])]  # fmt: skip
     best = min(peers.values(), default=None)
     default = times.get(row.own)
-    made = {"row": row.name, "bytes": row.nbytes, "least": row.least, "contenders": rows, "notes": notes}
+    made = {"row": row.name, "bytes": row.nbytes, "least": row.least, "fill_us": round(fill * 1e6, 2), "contenders": rows, "notes": notes}
     if default is not None:
         made |= {"of_copy": round(copy / default, 3), "met": copy / default >= row.least,
                  "over_best_peer": None if best is None else round(best / default, 3),

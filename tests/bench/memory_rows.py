@@ -122,6 +122,8 @@ def _forward_knobs(choices: list[int], usual: int) -> Iterator[Knobs]:
     for threads in choices:
         for streaming in (False, True):
             yield _items(threads=threads, rows=1, streaming=streaming)
+        for hold in (False, True):
+            yield _items(threads=threads, rows=1, stages=1, hold_weight=hold)
     rows = max(1, 256 // usual)
     yield _items(threads=usual, rows=max(1, 128 // usual), hold_weight=True)
     yield _items(threads=usual, rows=1, hold_weight=True, streaming=True)
@@ -347,11 +349,9 @@ def _swiglu_rows() -> Iterator[Row]:
 
 def _gate_knobs() -> Iterator[Knobs]:
     for threads, vectors, streaming in itertools.product((128, 256), (1, 2, 4), (False, True)):
-        yield _items(threads=threads, vectors=vectors, keep=False, streaming=streaming)
+        yield _items(threads=threads, vectors=vectors, streaming=streaming)
     for threads, vectors in ((64, 1), (512, 1), (64, 2)):
-        yield _items(threads=threads, vectors=vectors, keep=False, streaming=True)
-    for vectors, streaming in itertools.product((1, 2), (False, True)):
-        yield _items(threads=128, vectors=vectors, keep=True, streaming=streaming)
+        yield _items(threads=threads, vectors=vectors, streaming=True)
 
 
 def _tile_knobs(aside: bool) -> Iterator[Knobs]:

@@ -563,9 +563,7 @@ def install() -> None:
         make_fake_stream=lambda use_tvm_ffi_env_stream: STREAM,
     )
     cpasync = types.SimpleNamespace(CopyG2SOp=lambda cache_mode: "async", LoadCacheMode=flags)
-    nvgpu = _module("cutlass.cute.nvgpu", CacheEvictionPriority=flags, CopyG2ROp=lambda: "load",
-    CopyR2GOp=lambda: "store",
-                    StoreCacheMode=flags, cpasync=cpasync)  # fmt: skip
+    nvgpu = _module("cutlass.cute.nvgpu", CopyG2ROp=lambda: "load", CopyR2GOp=lambda: "store", StoreCacheMode=flags, cpasync=cpasync)
     cute = _module(
         "cutlass.cute", jit=_same, kernel=_kernel, compile=compile_, arch=arch, runtime=runtime,
         nvgpu=nvgpu, Tensor=Tensor,

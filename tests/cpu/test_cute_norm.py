@@ -17,6 +17,7 @@ from layerplan.integration.planner.cover import region_of
 from layerplan.kernels.norm import config
 from layerplan.kernels.norm.cute import CuteNorm
 from layerplan.kernels.norm.cute_quantize import CuteNormQuantize
+from tests.bench import memory_rows
 from tests.cases import cute_norm_quantize as with_quantize
 from tests.cases.cute_norm import Case, fuzzed, knobs, region
 
@@ -80,7 +81,8 @@ def test_a_row_width_known_only_at_run_time_is_declined():
     (Case("rms_norm", 8, 64, knobs=knobs(threads=8, rows=3)), "rows = 3"),
     (Case("rms_norm", 8, 4096, knobs=knobs(threads=64, rows=16)), "rows = 16"),
     (Case("rms_norm", 8, 33, knobs=knobs(threads=32, stages=2)), "4 bytes"),
-    (Case("rms_norm", 8, 4096, knobs=knobs(threads=128, stages=1)), "stages = 1"),
+    (Case("rms_norm", 8, 4096, knobs=knobs(threads=128, stages=-1)), "stages = -1"),
+    (Case("rms_norm_bwd", 8, 4096, want=("dx",), knobs=knobs(threads=128, stages=1)), "stages = 1"),
     (Case("rms_norm", 8, 4096, knobs=knobs(threads=128, rows=8, stages=8)), "bytes of shared memory"),
     (Case("rms_norm", 8, 4096, knobs=knobs(threads=8, rows=4)), "32 vectors"),
     (Case("rms_norm", 8, 4096, knobs=knobs(threads=128, blocks=0)), "blocks = 0"),
@@ -215,10 +217,13 @@ def test_a_transposed_copy_announces_the_residual_sum_that_nobody_else_wants():
     assert quantized(dataclasses.replace(case, extra=("residual_out", "rstd"))).workspace_bytes == counters
 
 
-def test_scales_that_lie_apart_are_announced_as_a_workspace_and_a_launch_more_and_not_the_default():
+def test_scales_that_lie_apart_are_announced_as_a_workspace_and_a_launch_more_and_the_default_of_large_results():
     case = with_quantize.Case("rms_norm", 64, 4096, with_quantize.BLOCK, given=("weight", "residual"),
                               extra=("residual_out", "rstd"), transposed=True)  # fmt: skip
     assert dict(quantized(case).knobs)["apart"] is False
+    for rows, block, layout, said in ((8192, (1, 128), "row", True), (8191, (1, 128), "row", False), (8192, (1, 32), "swizzled", False)):
+        made = memory_rows.norm_quantize_region(rows, 4096, block, True, True, layout)
+        assert dict(CuteNormQuantize().match(made, ARCHS["sm_90"]).knobs)["apart"] is said  # from 32 MiB on
     for chosen in ({"threads": 128}, {"threads": 128, "rows": 2, "together": True}):
         without, offer = (quantized(dataclasses.replace(case, knobs=knobs(**chosen, apart=a))) for a in (False, True))
         assert offer.workspace_bytes - without.workspace_bytes == 32 * 2 * 128 * 4  # of 32 tiles

@@ -24,6 +24,7 @@ from layerplan.integration.planner.cover import region_of
 from layerplan.integration.planner.planner import plan
 from layerplan.integration.planner.policy import Policy
 from tests import oracle
+from tests.bench import memory_rows
 from tests.cases import cute_quantize, quantized
 from tests.cases.cute_quantize import BLOCK, MX, SWIZZLED, TENSOR, Case, region
 from tests.cases.quack_compile import labelled
@@ -266,6 +267,9 @@ def test_scales_that_lie_apart_are_announced_as_a_workspace_and_a_launch_more_an
     case = Case(130, 300, BLOCK, gate=gate)
     usual, other = (cute_quantize.offered(case.engine, region(case), SM90, k) for k in ((), cute_quantize.apart()))
     assert dict(usual.knobs)["apart"] is False
+    for rows, gate in itertools.product((8192, 8191), (False, True)):  # from 32 MiB on
+        large = memory_rows.quantize_region(rows, 4096, "1x128", True, gate)
+        assert dict(BY_ID["swiglu_quantize/cute" if gate else "quantize/cute"].load().match(large, SM90).knobs)["apart"] is (rows == 8192)
     assert (usual.launches, usual.workspace_bytes, usual.host_us) == (1, 0, 14)
     tiles = 1 * 3  # of 64 rows, which stand for any number, and 300 values
     assert (other.launches, other.workspace_bytes, other.host_us) == (2, tiles * 2 * 128 * 4, 18)

@@ -17,8 +17,8 @@ from tests.gpu.memory import need
 pytestmark = pytest.mark.skipif(not locate("tvm_ffi").here, reason="needs apache-tvm-ffi")
 LARGE = (
     *(Case(1031, width, want) for width in (14336, 11008, 1368, 768, 200, 2047) for want in (("y",), ("dx",))),
-    *(Case(517, 5504, want, knobs=knobs(threads, vectors, keep, streaming))
-      for threads, vectors, keep, streaming in ((64, 4, True, True), (256, 2, False, True), (512, 1, False, False))
+    *(Case(517, 5504, want, knobs=knobs(threads, vectors, streaming))
+      for threads, vectors, streaming in ((64, 4, True), (256, 2, True), (512, 1, False))
       for want in (("y",), ("dx",))),
     *(Case(1031, width, BOTH, weight="float32", clamp=1.5) for width in (768, 2048, 2049)),
     Case(100000, 8), Case(3, 100000, ("dx",)), Case(1031, 1544, dtype="float16", clamp=1.0, weight="float32", gap=8),

@@ -97,10 +97,10 @@ def _arguments(dtype: str, width: int, whole: bool, weight: str | None):
 
 
 def forward(arch: str, *, dtype: str, width: int, whole: bool, clamp: float | None, weight: str | None, threads: int,
-            vectors: int, keep: bool, streaming: bool):  # fmt: skip
+            vectors: int, streaming: bool):  # fmt: skip
     """A function (x [rows, 2 * width] with any row stride, row_weight [rows] of dtype ``weight`` or None, address of
-    y). ``threads`` of a block at most; ``vectors`` of a thread are in flight at once; ``keep``: L1 may keep what is
-    read; ``streaming``: L2 may drop what is written first."""
+    y). ``threads`` of a block at most; ``vectors`` of a thread are in flight at once; ``streaming``: L2 may drop what
+    is written first."""
     r, kind = _Rows(dtype, width, whole, threads, vectors), None if weight is None else w.Packed(weight)
     half = width * r.itemsize
 
@@ -109,7 +109,7 @@ def forward(arch: str, *, dtype: str, width: int, whole: bool, clamp: float | No
         row, first, there = r.place(cute.arch.block_idx()[0], mX.shape[0])
         x = w.address(mX) + row * (Int64(mX.stride[0]) * r.itemsize) + first * 16
         out, own = y + row * half + first * 16, r.mine(first, there)
-        raw = [[r.packed.read(x + at + part, r.step, ok, keep=keep) for part in (0, half)] for at, ok in own]
+        raw = [[r.packed.read(x + at + part, r.step, ok) for part in (0, half)] for at, ok in own]
         factor = _weight(kind, None if kind is None else w.address(mWeight), row, there)
         for (at, ok), words in zip(own, raw, strict=True):
             pairs = zip(*(r.packed.floats(part) for part in words), strict=True)
@@ -127,12 +127,12 @@ def forward(arch: str, *, dtype: str, width: int, whole: bool, clamp: float | No
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
-def _backward_vectors(r: _Rows, x, dy, dx, own: list, clamp, factor, *, write: bool = True, keep: bool = False,
+def _backward_vectors(r: _Rows, x, dy, dx, own: list, clamp, factor, *, write: bool = True,
                       streaming: bool = False):  # fmt: skip
     """Vectors of a row: reads gate, up and dy behind the addresses x and dy, writes d gate and d up behind dx, returns
     the sum of the elements' d weight (0 without weights). ``own`` as ``_Rows.mine`` gives it."""
     half, total = r.width * r.itemsize, Float32(0.0)
-    raw = [[r.packed.read(base, r.step, ok, keep=keep) for base in (dy + at, x + at, x + at + half)] for at, ok in own]
+    raw = [[r.packed.read(base, r.step, ok) for base in (dy + at, x + at, x + at + half)] for at, ok in own]
     for (at, ok), words in zip(own, raw, strict=True):
         values = zip(*(r.packed.floats(part) for part in words), strict=True)
         found = [gradients(grad, gate, up, clamp, factor) for grad, gate, up in values]
@@ -146,7 +146,7 @@ def _backward_vectors(r: _Rows, x, dy, dx, own: list, clamp, factor, *, write: b
 
 
 def backward(arch: str, *, dtype: str, width: int, whole: bool, clamp: float | None, weight: str | None, threads: int,
-             vectors: int, keep: bool, streaming: bool):  # fmt: skip
+             vectors: int, streaming: bool):  # fmt: skip
     """A function (dy [rows, width], x [rows, 2 * width], both with any row stride, row_weight [rows] or None, address
     of dx); other constants as ``forward`` has them."""
     r, kind = _Rows(dtype, width, whole, threads, vectors), None if weight is None else w.Packed(weight)
@@ -157,7 +157,7 @@ def backward(arch: str, *, dtype: str, width: int, whole: bool, clamp: float | N
         x, dy = (w.address(m) + row * (Int64(m.stride[0]) * r.itemsize) + first * 16 for m in (mX, mDy))
         factor = _weight(kind, None if kind is None else w.address(mWeight), row, there)
         own, out = r.mine(first, there), dx + row * (2 * width * r.itemsize) + first * 16
-        _backward_vectors(r, x, dy, out, own, clamp, factor, keep=keep, streaming=streaming)
+        _backward_vectors(r, x, dy, out, own, clamp, factor, streaming=streaming)
 
     @cute.jit
     def launch(mDy: cute.Tensor, mX: cute.Tensor, mWeight: cute.Tensor | None, dx: Int64, stream):
@@ -190,7 +190,7 @@ def backward_with_weights(
         for c in range((r.vectors + (threads - 1)) // threads):
             vector = c * threads + thread
             own = [(vector * 16, r.ok(vector < r.vectors, vector))]
-            total = d.add(total, _backward_vectors(r, x, dy, at, own, clamp, factor, write=dx, keep=True))
+            total = d.add(total, _backward_vectors(r, x, dy, at, own, clamp, factor, write=dx))
         (total,) = groups.sum((total,), scratch, Int32(0), 0)
         number = kind.words([total] * kind.per_word)[0]
         w.write_piece(to_weight + row * kind.itemsize, number, kind.itemsize, thread == 0)

@@ -75,7 +75,7 @@ class Numbers:
             return [w.read_piece(at + i * self.size, self.size, there) for i in range(self.count)]
         words = []
         for start in range(0, self.count * self.size, self.access):
-            words += w.read_words(at + start, self.access // 4, there, keep=True)
+            words += w.read_words(at + start, self.access // 4, there)
         return words if self.size == 4 else [half for word in words for half in (word, word >> Uint32(16))]
 
     def ints(self, base, token, there) -> list:

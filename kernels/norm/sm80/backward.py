@@ -126,13 +126,13 @@ class Backward:
         sources, buffers, stage, group, thread, row, ok = place
         if self.stages:
             return self.tiles.read_stage(buffers[which], stage, group, c, thread)
-        return self.tiles.read(sources[which][Int64(row), None], c, thread, ok, keep=True)
+        return self.tiles.read(sources[which][Int64(row), None], c, thread, ok)
 
     def gain(self, weight, held, c: int, thread):
         """The factors of a chunk in float32; None without a weight."""
         if weight is None:
             return None
-        g = d.floats(held[c] if held is not None else self.tiles.read(weight, c, thread, True, keep=True))
+        g = d.floats(held[c] if held is not None else self.tiles.read(weight, c, thread, True))
         return [w + self.offset for w in g] if self.offset else g
 
     def normed(self, x, inverse, average) -> list:

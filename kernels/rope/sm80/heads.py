@@ -179,7 +179,7 @@ class Heads:
         for unit, _ in units:
             pair = [d.fragment(vector.element_type, self.span.vector) for _ in range(2)]
             for index, into in zip(self.vectors(unit), pair, strict=True):
-                d.read(vector, index, into, keep=True)
+                d.read(vector, index, into)
             found.append(tuple(pair))
         return self.numbers(found)
 
@@ -227,7 +227,7 @@ class Heads:
                 made = []
                 for index in (at, at + turned) if self.within else (at,):
                     values = d.fragment(rows.element_type, self.table_step)
-                    d.read(rows[position, None], index, values, keep=True)
+                    d.read(rows[position, None], index, values)
                     made += numbers(values)
                 pair.append(made)
             found.append(tuple(pair))

@@ -135,11 +135,7 @@ class Tiles:
             from_row, to_row = source[Int64(row), None], buffer[stage, group, None]
             for c in range(self.chunks):
                 index = thread + c * self.groups.threads
-                there = self.both(ok, self.vector_ok(c, thread))
-                if there is True:
-                    d.copy_async(from_row, index, to_row, index, self.step)
-                else:
-                    _copy_if(there, from_row, index, to_row, self.step)
+                _copy_if(self.both(ok, self.vector_ok(c, thread)), from_row, index, to_row, self.step)
         cute.arch.cp_async_commit_group()
 
     def read_stage(self, buffer, stage, group, chunk: int, thread):

@@ -2,7 +2,7 @@
 arch can hold.
 
 ``threads`` share a row and ``rows`` rows are in a block at once, ``stages`` tiles of them are on their way through
-shared memory (0: none, rows are read straight from global memory; 1: a block has one tile). The defaults keep about 40 KB or more of reads
+shared memory (0: none, rows are read straight from global memory). The defaults keep about 40 KB or more of reads
 outstanding on each SM.
 """
 
@@ -17,7 +17,6 @@ from ...integration.graph.ir import ITEMSIZE
 
 WARP = 32
 WIDEST = 32768
-STREAMED = 32 << 20  # bytes of a result from which on its reader finds little of it in L2
 _FILE = 65536  # registers of an SM
 _THREADS = (*(1 << i for i in range(5)), *range(32, 1025, 32))
 
@@ -51,7 +50,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardKnobs:
-    """``blocks``: resident blocks on an SM where ``stages`` > 1. ``hold_weight``: weight and bias are read before the
+    """``blocks``: resident blocks on an SM where ``stages`` > 0. ``hold_weight``: weight and bias are read before the
     row's statistics and, with stages, stay in registers. ``streaming``: L2 may drop what is written first."""
 
     threads: int
@@ -94,7 +93,7 @@ def quantize_knobs(rows: Rows, held: int) -> ForwardKnobs:
     """As forward, but that a row has threads for 128 values or more: the lanes of a block of scales are of one row.
     Weight and bias, of ``held`` bytes an element of a row, are read ahead where they take 16 registers at most (H200,
     16384x7168 bfloat16: 91 us instead of 95)."""
-    made = forward_knobs(rows, 0)
+    made = forward_knobs(rows)
     threads = max(made.threads, 128 // rows.step)
     hold = 0 < held * rows.step * rows.chunks(threads) <= 64 and threads <= 512
     return ForwardKnobs(threads=threads, rows=_rows_at_once(threads), hold_weight=hold)
@@ -108,11 +107,10 @@ def _threads(vectors: int, chunks: int) -> int:
     return min(1024, 32 * math.ceil(vectors / (32 * chunks)))
 
 
-def forward_knobs(rows: Rows, nbytes: int) -> ForwardKnobs:
-    """One block for each tile: about four vectors of 16 bytes a thread, so that registers leave room for 32 warps or more. Where L2
-    would not keep a result of ``nbytes`` anyhow it is streamed past it (H200, 16384x4096 bfloat16: 67.0 us instead of 70.1)."""
+def forward_knobs(rows: Rows) -> ForwardKnobs:
+    """One block for each tile: about four vectors of 16 bytes a thread, so that registers leave room for 32 warps or more."""
     threads = _threads(rows.vectors, 4)
-    return ForwardKnobs(threads=threads, rows=_rows_at_once(threads), streaming=nbytes >= STREAMED)
+    return ForwardKnobs(threads=threads, rows=_rows_at_once(threads))
 
 
 def _rows_at_once(threads: int) -> int:
@@ -190,9 +188,8 @@ def knob_reason(knobs: Knobs, rows: Rows, arch: Arch) -> str | None:
         )
     if knobs.threads > WARP and knobs.rows > 15:
         return f"rows = {knobs.rows}: rows of several warps take a barrier each, and a block has 15"
-    backward = isinstance(knobs, BackwardKnobs)
-    if knobs.stages < 0 or (backward and knobs.stages == 1):
-        return f"stages = {knobs.stages}: {'0, or 2' if backward else '0'} and more"
+    if knobs.stages == 1 or knobs.stages < 0:
+        return f"stages = {knobs.stages}: 0, or 2 and more"
     if knobs.stages and not rows.async_copies:
         return (
             f"stages = {knobs.stages}: asynchronous copies move 4 bytes or more, and rows of {rows.width} {rows.dtype} "

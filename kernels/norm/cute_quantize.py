@@ -62,7 +62,7 @@ class CuteNormQuantize(Engine):
     def _offer(self, region: Region, knobs: QuantizeKnobs) -> Offer:
         items, both = tuple(dataclasses.asdict(knobs).items()), _transposed(region)
         return Offer(
-            efficiency=(0.64 if knobs.together else 0.58) if both else 0.79,
+            efficiency=(0.69 if knobs.together else 0.51) if both else 0.81,
             launches=1 + both + knobs.apart,  # one that clears the counters, where it is one kernel
             host_us=18 + quantized.APART_HOST_US * knobs.apart,
             knobs=items,

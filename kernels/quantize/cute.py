@@ -36,7 +36,7 @@ class CuteQuantize(Engine):
         both = region.node.output("data_t") is not None if region.node.op == "quantize" else False
         apart = dict(knobs).get("apart", False)
         return Offer(
-            efficiency=0.71 if both else 0.82,  # H200
+            efficiency=0.75 if both else 0.82,  # H200
             launches=1 + apart,
             host_us=14 + quantized.APART_HOST_US * apart,
             knobs=knobs,

@@ -122,8 +122,6 @@ def _forward_knobs(choices: list[int], usual: int) -> Iterator[Knobs]:
     for threads in choices:
         for streaming in (False, True):
             yield _items(threads=threads, rows=1, streaming=streaming)
-        for hold in (False, True):
-            yield _items(threads=threads, rows=1, stages=1, hold_weight=hold)
     rows = max(1, 256 // usual)
     yield _items(threads=usual, rows=max(1, 128 // usual), hold_weight=True)
     yield _items(threads=usual, rows=1, hold_weight=True, streaming=True)

@@ -3,8 +3,7 @@ is the law).
 
 One pass over memory: a row is read once into the registers of its threads, so the statistics are of the values at hand
 (the variance of layer_norm of centred ones), and y is written from there. Either every tile has a block of its own and
-many blocks overlap (``stages`` = 0; 1: cp.async brings the tile by way of shared memory), or resident blocks take tiles
-in turn while cp.async brings the next ones.
+many blocks overlap (``stages`` = 0), or resident blocks take tiles in turn while cp.async brings the next ones.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def affine(values: list, average, inverse, weight: list | None, bias: list | Non
 
 class Forward:
     """``layer``: layer_norm. ``offset`` is added to the weight in float32. ``blocks``: at most so many where ``stages``
-    > 1."""
+    > 0."""
 
     def __init__(
         self, tiles: Tiles, layer: bool, offset: float, stages: int, blocks: int, hold_weight: bool, streaming: bool
@@ -48,7 +47,7 @@ class Forward:
     def start(self, x, weight, bias, residual, outputs, eps, stream) -> None:
         """The launch, from a host function."""
         tiles = cute.ceil_div(x.shape[0], self.tiles.groups.rows)
-        grid = cutlass.min(tiles, Int32(self.blocks)) if self.stages > 1 else tiles
+        grid = cutlass.min(tiles, Int32(self.blocks)) if self.stages else tiles
         self.kernel(x, weight, bias, residual, outputs, eps).launch(
             grid=[grid, 1, 1], block=[self.tiles.groups.block, 1, 1], stream=stream
         )
@@ -67,10 +66,12 @@ class Forward:
         else:
             held = [None, None]
         self.begin(outputs, count, group, thread)
-        if const_expr(stages <= 1):
+        if const_expr(stages == 0):
             row = first * rows + group
             ok = self.tiles.row_ok(row, count)
-            loaded = self.load(storage, sources, row, ok, group, thread)
+            loaded = [
+                [self.tiles.read(s[Int64(row), None], c, thread, ok) for c in range(self.tiles.chunks)] for s in sources
+            ]
             self.finish(loaded, vectors, held, outputs, eps, scratch, row, ok, group, thread, Int32(0))
         else:
             buffers = [self.tiles.allocate(storage, s.element_type, stages) for s in sources]
@@ -94,16 +95,6 @@ class Forward:
                 stage = d.select(stage + 1 < stages, stage + 1, Int32(0))
                 if const_expr(not self.layer):
                     buffer = 1 - buffer  # layer_norm uses both in each row
-
-    def load(self, storage, sources, row, ok, group, thread) -> list:
-        """This thread's fragments of the row of each source, without or with one stage."""
-        tiles = self.tiles
-        if not self.stages:
-            return [[tiles.read(s[Int64(row), None], c, thread, ok) for c in range(tiles.chunks)] for s in sources]
-        buffers = [tiles.allocate(storage, s.element_type, 1) for s in sources]
-        tiles.issue(sources, buffers, 0, group, thread, row, ok)
-        cute.arch.cp_async_wait_group(0)
-        return [[tiles.read_stage(b, 0, group, c, thread) for c in range(tiles.chunks)] for b in buffers]
 
     def begin(self, outputs, count, group, thread) -> None:
         """What is done once, before the rows: nothing here."""

@@ -291,9 +291,9 @@ def main() -> None:
         print(layerplan.report(made[ours].block))
     if a.out:
         record = {"what": f"two-layer block, {a.model}, bf16, {sequence} x {batch}", "dims": dims, "pins": a.pins,
-                  "trial": a.trial, "ranks": world(), "commit": a.commit}  # fmt: skip
+                  "trial": a.trial, "ranks": world()}  # fmt: skip
         record |= {"dispatcher": a.dispatcher} if a.dispatcher else {}
-        record |= environment()
+        record |= environment(a.commit)
         a.out.write_text(json.dumps({**record, "rows": list(rows.values())}, indent=1) + "\n")
 
 

@@ -159,9 +159,9 @@ def cudnn() -> int | str | None:
         return str(error).partition(". ")[0]
 
 
-def environment() -> dict:
-    """What a record says of the machine."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+def environment(commit: str | None = None) -> dict:
+    """What a record says of the machine and the code; ``commit`` where the code is a copy of another one than git's."""
+    commit = commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cpu": gpu_name(torch.device("cpu")), "torch": torch.__version__,

@@ -3,9 +3,11 @@
     python tests/bench/block.py [--model llama8b|moe64|qwen30] [--impl layerplan,layerplan+residual,te]
                                 [--trial ENGINE ...] [--pins FILE] [--out FILE] [--profile]
     torchrun --nproc-per-node 2 tests/bench/block.py --model moe64 [--dispatcher allgather] ...
+    python tests/bench/block.py --device cpu --tiny --impl layerplan,local      # the script itself, without a GPU
 
-Both are Megatron's TransformerBlock; Transformer Engine runs as fast as Megatron has it: rope, router and permutation
-fused, grouped products by CUTLASS. Steps take turns, so that clocks and temperature are shared. A step is forward and
+All are Megatron's TransformerBlock, and but for ours Megatron's own MoE layer is in it; Transformer Engine runs as fast as
+Megatron has it: rope, router and permutation fused, grouped products by CUTLASS; ``local`` is Megatron in plain PyTorch,
+one expert after the other. Steps take turns, so that clocks and temperature are shared. A step is forward and
 backward with gradients dropped afterwards. ``idle_share``: the part of a step in which no kernel runs. ``--profile``
 adds kernel times by name. Peak memory is that of the implementation's own steps, its parameters and the input included.
 
@@ -20,6 +22,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,45 +43,69 @@ MODELS = {  # dims, sequence, batch
 }  # fmt: skip
 
 
+TINY = dict(hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, kv_channels=16)
+TINY_EXPERTS = dict(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=32)
+
+
+def dims_of(a: argparse.Namespace) -> tuple[dict, int, int]:
+    """(dims, sequence, batch) of the model that the arguments name."""
+    dims, sequence, batch = MODELS[a.model]
+    if a.tiny:
+        experts = TINY_EXPERTS if "num_moe_experts" in dims else {}
+        shared = {k: 32 for k in dims if k == "moe_shared_expert_intermediate_size"}
+        dims, sequence, batch = dims | TINY | experts | shared | {"num_query_groups": 2}, 24, 2
+    return dims | ({"moe_token_dispatcher_type": a.dispatcher} if a.dispatcher else {}), sequence, batch
+
+
 def world() -> int:
     """Ranks, all of which share out the experts."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def config(model: str, **over):
+def config(dims: dict, **over):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
         num_layers=LAYERS, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
         normalization="RMSNorm", add_bias_linear=False, gated_linear_unit=True, expert_model_parallel_size=world(),
         activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0,
-        gradient_accumulation_fusion=False, perform_initialization=True, **(MODELS[model][0] | over),
+        gradient_accumulation_fusion=False, perform_initialization=True, **(dims | over),
     )  # fmt: skip
 
 
-def te_block(model: str, **over):
+def te_block(dims: dict):
     # beside flash-attn-4 4.0.0b36 it takes that for attention and computes something else, in a tenth of the time
     os.environ |= {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0",
                    "NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}  # fmt: skip
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    moe = "num_moe_experts" in MODELS[model][0]
-    c = config(model, apply_rope_fusion=True, bias_dropout_fusion=True, bias_activation_fusion=True,
-               masked_softmax_fusion=True, **over, **(dict(moe_permute_fusion=True, moe_router_fusion=True) if moe else {}))  # fmt: skip
+    moe = "num_moe_experts" in dims
+    c = config(dims, apply_rope_fusion=True, bias_dropout_fusion=True, bias_activation_fusion=True,
+               masked_softmax_fusion=True, **(dict(moe_permute_fusion=True, moe_router_fusion=True) if moe else {}))  # fmt: skip
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=c.num_moe_experts, moe_grouped_gemm=c.moe_grouped_gemm, qk_layernorm=c.qk_layernorm
     )
     return TransformerBlock(c, spec, pre_process=True, post_process=False)
 
 
-def layerplan_block(model: str, pins: str | None, residual: bool, **over):
+def local_block(dims: dict):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    alone = {"moe_grouped_gemm": False} if "num_moe_experts" in dims else {}
+    c = config(dims, transformer_impl="local", **alone)
+    spec = get_gpt_layer_local_spec(num_experts=c.num_moe_experts, qk_layernorm=c.qk_layernorm, normalization="RMSNorm")
+    return TransformerBlock(c, spec, pre_process=True, post_process=False)
+
+
+def layerplan_block(dims: dict, pins: str | None, residual: bool):
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     from layerplan.integration.megatron.specs import gpt_block_spec
     from layerplan.modules.base import apply_policy
 
-    c = config(model, transformer_impl="local", bias_dropout_fusion=True, bias_activation_fusion=False, **over)
+    c = config(dims, transformer_impl="local", bias_dropout_fusion=True, bias_activation_fusion=False)
     spec = gpt_block_spec(c, **({"fuse_residual": True} if residual else {}))
     block = TransformerBlock(c, spec, pre_process=True, post_process=False)
     if pins:
@@ -86,11 +113,11 @@ def layerplan_block(model: str, pins: str | None, residual: bool, **over):
     return block
 
 
-def make(model: str, block, x, grad):
+def make(dims: dict, block, x, grad):
     """A step of one implementation, and its forward alone."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    rope = RotaryEmbedding(MODELS[model][0]["kv_channels"], rotary_percent=1.0)(MODELS[model][1])
+    rope = RotaryEmbedding(dims["kv_channels"], rotary_percent=1.0)(len(x))
     parameters = list(block.parameters())
 
     def forward():
@@ -106,10 +133,19 @@ def make(model: str, block, x, grad):
 
 
 def named(block, of=lambda p: p.detach()) -> dict[str, torch.Tensor]:
-    """Parameters, or what ``of`` takes of each, under Transformer Engine's names: a matrix for each expert."""
-    result = {}
+    """Parameters, or what ``of`` takes of each, under Transformer Engine's names: a matrix for each expert, norms by the
+    product that reads them."""
+    result, local = {}, type(block.layers[0].input_layernorm).__name__ != "IdentityOp"
     for name, p in block.named_parameters():
         path, _, last = name.rpartition(".")
+        path = re.sub(r"input_layernorm$", "self_attention.linear_qkv", path) if local else path
+        if local and hasattr(block.layers[0].mlp, "linear_fc1"):
+            path = re.sub(r"pre_mlp_layernorm$", "mlp.linear_fc1", path)
+        if one := re.fullmatch(r"(.*)\.local_experts\.(\d+)\.(linear_fc[12])", path):
+            path, last = f"{one[1]}.{one[3]}", f"{last}{one[2]}"
+        elif f"{path}.{last}" != name:
+            last = "layer_norm_weight"
+        name = f"{path}.{last}"
         if path.endswith("experts") and last in ("fc1", "fc2"):
             result |= {f"{path}.linear_{last}.weight{i}": matrix for i, matrix in enumerate(of(p))}
         else:
@@ -198,15 +234,18 @@ def lift(engines: list[str]) -> None:
         object.__setattr__(BY_ID[e], "trial", False)
 
 
-def start_ranks() -> int:
+def start_ranks(device: str) -> int:
     """Megatron's parallel state, for this process alone or for those that torchrun started; this one's rank."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     rank = int(os.environ.get("RANK", "0"))
     torch.cuda.set_device(rank)
-    store = torch.distributed.HashStore() if world() == 1 else None
-    given = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
-    limit = datetime.timedelta(seconds=300)
-    torch.distributed.init_process_group("nccl", device_id=torch.device(f"cuda:{rank}"), timeout=limit, **given)
+    if device == "cuda":
+        given = {"backend": "nccl", "device_id": torch.device(f"cuda:{rank}")}
+    else:
+        given = {"backend": "gloo"}
+    if world() == 1:
+        given |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group(timeout=datetime.timedelta(seconds=300), **given)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -231,6 +270,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama8b")
     parser.add_argument("--impl", default="layerplan,te")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
     parser.add_argument("--pins", help="a plan file that our block is pinned to")
     parser.add_argument("--dispatcher", help="Megatron's moe_token_dispatcher_type; alltoall where it is not given")
     parser.add_argument("--trial", nargs="*", default=[], help="engines on trial that ranking may choose here")
@@ -240,16 +281,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     lift(a.trial)
-    rank = start_ranks()
-    over = {"moe_token_dispatcher_type": a.dispatcher} if a.dispatcher else {}
-    dims, sequence, batch = MODELS[a.model]
+    if a.device == "cpu":
+        from layerplan.integration.megatron.cpu_mode import cpu_mode
+
+        with cpu_mode():
+            run(a)
+    else:
+        run(a)
+
+
+def run(a: argparse.Namespace) -> None:
+    rank = start_ranks(a.device)
+    dims, sequence, batch = dims_of(a)
     x = torch.randn(sequence, batch, dims["hidden_size"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn_like(x)
     made, rows = {}, {}
     for name in a.impl.split(","):
         before = torch.cuda.memory_allocated()
-        block = te_block(a.model, **over) if name == "te" else layerplan_block(a.model, a.pins, "residual" in name, **over)
-        made[name] = make(a.model, block.cuda(), x, grad)
+        given = () if name in ("te", "local") else (a.pins, "residual" in name)
+        block = {"te": te_block, "local": local_block}.get(name, layerplan_block)(dims, *given)
+        made[name] = make(dims, block.cuda(), x, grad)
         for _ in range(3):
             made[name].step()
         torch.cuda.synchronize()
@@ -257,10 +308,30 @@ def main() -> None:
         made[name].step()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before + x.nbytes + grad.nbytes
-        rows[name] = {"impl": name, "peak_gib": round(worst(peak) / 2**30, 3)}
+        rows[name] = {"impl": name} | ({"peak_gib": round(worst(peak) / 2**30, 3)} if a.device == "cuda" else {})
     same_weights(made)
     for name, far in apart(made, x, grad).items():
         rows[name]["apart"] = worst(far)
+    if a.device == "cuda":
+        time_steps(a, made, rows)
+    if rank:
+        return
+    for r in rows.values():
+        show(r)
+    ours = next((n for n in made if n not in ("te", "local")), None)
+    if ours is not None:
+        import layerplan
+
+        print(layerplan.report(made[ours].block))
+    if a.out:
+        record = {"what": f"two-layer block, {a.model}, bf16, {sequence} x {batch}", "dims": dims, "pins": a.pins,
+                  "trial": a.trial, "ranks": world()}  # fmt: skip
+        record |= environment(a.commit)
+        a.out.write_text(json.dumps({**record, "rows": list(rows.values())}, indent=1) + "\n")
+
+
+def time_steps(a: argparse.Namespace, made: dict[str, SimpleNamespace], rows: dict[str, dict]) -> None:
+    """Into each implementation's row: times of its steps, which take turns, and what the profiler says of them."""
     turns = [list(made.values())[i % len(made) :] + list(made.values())[: i % len(made)] for i in range(a.rounds)]
     for turn in turns:  # another one first each time: what ran before sets clocks and temperature
         for m in turn:
@@ -280,21 +351,6 @@ def main() -> None:
             rows[name]["kernels"] = table[:40]
     for r in rows.values() if "te" in rows else ():
         r["ratio_to_te"] = round(r["step_ms"] / rows["te"]["step_ms"], 4)
-    if rank:
-        return
-    for r in rows.values():
-        show(r)
-    ours = next((n for n in made if n != "te"), None)
-    if ours is not None:
-        import layerplan
-
-        print(layerplan.report(made[ours].block))
-    if a.out:
-        record = {"what": f"two-layer block, {a.model}, bf16, {sequence} x {batch}", "dims": dims, "pins": a.pins,
-                  "trial": a.trial, "ranks": world()}  # fmt: skip
-        record |= {"dispatcher": a.dispatcher} if a.dispatcher else {}
-        record |= environment(a.commit)
-        a.out.write_text(json.dumps({**record, "rows": list(rows.values())}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,11 +24,42 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 from ...modules.moe import experts_graph
+from ..planner.runner import readable
+from ..planner.shapes import dtype_name
 from . import layers
 from .config_map import raise_for, recomputes
 from .moe_config import EXPERTS_FIELDS
 
 _EXTRA = "_extra_state"
+
+
+def _check_counts(counts: Any, experts: int, rows: int) -> None:
+    """Refuses ``tokens_per_expert`` that are not the rows of each of ``experts``."""
+    name = "GroupedExperts: tokens_per_expert"
+    if not isinstance(counts, torch.Tensor):
+        raise TypeError(
+            f"{name} = {type(counts).__name__}: must be a torch.Tensor of integers [{experts}]; pass torch.tensor(...)"
+        )
+    if counts.dtype == torch.bool or counts.is_floating_point() or counts.is_complex():
+        raise TypeError(
+            f"{name} is {dtype_name(counts.dtype)}: must be integers, how many rows each expert has; pass int64"
+        )
+    if counts.shape != (experts,):
+        raise ValueError(
+            f"{name} {list(counts.shape)}: must be [{experts}], one count for each local expert; pass the counts of "
+            "this rank's experts alone"
+        )
+    if not readable(counts):
+        return
+    values = counts.tolist()
+    for i, count in enumerate(values):
+        if count < 0:
+            raise ValueError(f"{name}[{i}] = {count}: must not be negative; pass how many rows each expert has")
+    if sum(values) != rows:
+        raise ValueError(
+            f"{name} sums to {sum(values)}: must sum to the {rows} rows of permuted_local_hidden_states; pass the "
+            "counts that these rows were permuted by, not cumulative ends"
+        )
 
 
 class GroupedExperts(layers.PlannedLinear, MegatronModule):
@@ -101,8 +132,10 @@ class GroupedExperts(layers.PlannedLinear, MegatronModule):
     ) -> tuple[torch.Tensor, None]:
         """permuted_local_hidden_states [rows, h], tokens_per_expert [e] (integers, on the host or the device; they sum
         to rows), permuted_probs [rows] -> (output [rows, h], None), a partial sum where the experts are tensor
-        parallel."""
+        parallel. TypeError or ValueError for other counts; on a GPU their values are read with LAYERPLAN_CHECK=1
+        alone."""
         x = permuted_local_hidden_states
+        _check_counts(tokens_per_expert, self.num_local_experts, x.shape[0])
         offsets = tokens_per_expert.cumsum(0).to(torch.int32).to(x.device, non_blocking=True)
         names, build = experts_graph(self._activation)
         runner = self.planned(("experts",), names, build, recompute=self.saved_anew())

@@ -23,7 +23,7 @@ from .config_map import ConfigError
 from .moe_config import layer_problems
 from .moe_dispatch import AllGather, AllToAll
 from .moe_experts import GroupedExperts
-from .moe_router import TopKRouter
+from .moe_router import TopKRouter, check_padding_mask
 
 
 def raise_for_moe_layer(config: TransformerConfig) -> None:
@@ -99,6 +99,7 @@ class LayerplanMoELayer(PlannedModule, megatron_moe.MoELayer):
                 "Megatron demands: every rank would send the same tokens; set sequence_parallel = True"
             )
         if padding_mask is not None:
+            check_padding_mask("LayerplanMoELayer", padding_mask, hidden_states.shape[1::-1], "[batch, sequence]")
             padding_mask = padding_mask.transpose(0, 1).bool()
         if self.moe_layer_recompute and self.training:
             return tensor_parallel.checkpoint(self._run, False, hidden_states, padding_mask), None

@@ -23,6 +23,19 @@ _LOSSES = {
 """Balancing that is a loss -> its name in the log."""
 
 
+def check_padding_mask(module: str, mask: Any, shape: tuple[int, ...], order: str) -> None:
+    """Refuses a padding mask that is not of ``shape``, whose dims are called ``order``: as many values in another order
+    would hide other tokens."""
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{module}: padding_mask = {type(mask).__name__}: must be a bool torch.Tensor {list(shape)}")
+    if mask.shape != shape:
+        turned = mask.dim() == 2 and mask.shape[::-1] == shape
+        raise ValueError(
+            f"{module}: padding_mask {list(mask.shape)}: must be {list(shape)}, {order} of the hidden states on this rank; "
+            + ("pass padding_mask.transpose(0, 1)" if turned else "pass one value for each token, True for padding")
+        )
+
+
 class TopKRouter(PlannedModule, megatron_router.TopKRouter):
     """Megatron's TopKRouter whose ``forward`` returns the chosen experts alone, [t, k], in place of tables over all
     experts.
@@ -73,6 +86,8 @@ class TopKRouter(PlannedModule, megatron_router.TopKRouter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [s, b, experts], padding_mask [s, b] (True: padding) -> (probs [t, k] in the logits' dtype, experts
         [t, k] int32, -1 where a slot has none). In training the losses hang on the probabilities."""
+        if padding_mask is not None:
+            check_padding_mask("TopKRouter", padding_mask, tuple(logits.shape[:-1]), "[sequence, batch]")
         if not self._planned:
             return self._chosen(*super().routing(logits, padding_mask))
         sequences = logits.shape[1]

@@ -395,7 +395,7 @@ def _edges():
     def refused(call):
         try:
             call()
-        except (ConfigError, ValueError) as error:
+        except (ConfigError, ValueError, TypeError) as error:
             return str(error)
         return "accepted"
 
@@ -420,6 +420,7 @@ def _edges():
         }
         out["zero tokens"] = {layer: _one_chosen(layer) for layer in LAYERS}
         out["padding"] = _padding()
+        out["refused"] |= _bad_inputs(refused)
         out["evaluation"] = _evaluation()
     return out
 
@@ -437,6 +438,37 @@ def _foreign_experts():
 
     config = dense_config(**MOE)
     build(config, gpt_block_spec(config, provider=Sequential()))
+
+
+def _bad_inputs(refused):
+    """What layer, router and experts say of padding masks and counts of other shapes and types."""
+    import torch
+
+    mlp = _ours().gpt.decoder.layers[0].mlp
+    x, rows = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)), torch.zeros(6, 32)
+
+    def mask(*shape):
+        return torch.zeros(shape, dtype=torch.bool)
+
+    def experts(counts):
+        return refused(lambda: mlp.experts(rows, counts, torch.ones(6)))
+
+    return {
+        "mask": refused(lambda: mlp(x, padding_mask=mask(2, 16))),
+        "mask turned": refused(lambda: mlp(x, padding_mask=mask(16, 2))),
+        "mask flat": refused(lambda: mlp(x, padding_mask=mask(32))),
+        "mask of other tokens": refused(lambda: mlp(x, padding_mask=mask(2, 15))),
+        "mask as a list": refused(lambda: mlp(x, padding_mask=mask(2, 16).tolist())),
+        "router's mask": refused(lambda: mlp.router(x, mask(16, 2))),
+        "router's mask turned": refused(lambda: mlp.router(x, mask(2, 16))),
+        "counts": experts(torch.tensor([1, 2, 3, 0])),
+        "counts as a list": experts([1, 2, 3, 0]),
+        "counts of floats": experts(torch.tensor([1.0, 2.0, 3.0, 0.0])),
+        "counts of other experts": experts(torch.tensor([1, 2, 3])),
+        "counts below zero": experts(torch.tensor([4, 3, -1, 0])),
+        "cumulative ends": experts(torch.tensor([1, 3, 6, 6])),
+        "too few": experts(torch.tensor([1, 2, 2, 0])),
+    }
 
 
 def _one_chosen(layer):
@@ -551,10 +583,26 @@ def edges():
         ("balance", ("moe_router_load_balancing_type", "auction", "quantile_balancing")),
         ("layer", ("moe_layer = 'deepspeed': must be one of layerplan, megatron",)),
         ("experts", ("experts = SequentialMLP", "GroupedExperts")),
+        ("mask turned", ("LayerplanMoELayer: padding_mask [16, 2]: must be [2, 16], [batch, sequence]", "pass padding_mask.transpose(0, 1)")),
+        ("mask flat", ("LayerplanMoELayer: padding_mask [32]: must be [2, 16]", "True for padding")),
+        ("mask of other tokens", ("padding_mask [2, 15]: must be [2, 16]",)),
+        ("mask as a list", ("padding_mask = list: must be a bool torch.Tensor [2, 16]",)),
+        ("router's mask turned", ("TopKRouter: padding_mask [2, 16]: must be [16, 2], [sequence, batch]", "transpose(0, 1)")),
+        ("counts as a list", ("GroupedExperts: tokens_per_expert = list: must be a torch.Tensor of integers [4]", "torch.tensor")),
+        ("counts of floats", ("tokens_per_expert is float32: must be integers",)),
+        ("counts of other experts", ("tokens_per_expert [3]: must be [4], one count for each local expert",)),
+        ("counts below zero", ("tokens_per_expert[2] = -1: must not be negative",)),
+        ("cumulative ends", ("tokens_per_expert sums to 16: must sum to the 6 rows", "not cumulative ends")),
+        ("too few", ("tokens_per_expert sums to 5: must sum to the 6 rows",)),
     ],
 )
 def test_what_the_layer_would_not_do_is_refused_by_name(edges, case, words):
     assert all(word in edges["refused"][case] for word in words), edges["refused"][case]
+
+
+@pytest.mark.parametrize("case", ["mask", "router's mask", "counts"])
+def test_masks_and_counts_of_the_shape_that_is_asked_for_are_taken(edges, case):
+    assert edges["refused"][case] == "accepted"
 
 
 def test_megatrons_own_layer_keeps_its_flex_dispatcher(edges):

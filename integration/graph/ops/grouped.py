@@ -27,18 +27,23 @@ def _operands(op: str, x: TensorSpec, field: str, specs, axis: int, align: objec
     same_dtype(op, **{field: x, "weight": w})
     ok = w.rank == 3 and all(isinstance(d, int) for d in w.shape) and w.shape[0] > 0
     demand(ok, op, "weight", w, "must be [experts, out_features, in_features] of at least one expert")
-    demand(x.rank == 2 and x.shape[1] == w.shape[axis], op, field, x, f"must be [rows, {w.shape[axis]}] for weight {w}")
+    turned = axis == 2 and x.rank == 2 and x.shape[1] == w.shape[1]
+    demand(x.rank == 2 and x.shape[1] == w.shape[axis], op, field, x,
+           f"must be [rows, {w.shape[axis]}] for weight {w}, which is [experts, out, in]",
+           "weight looks like [experts, in, out]: pass w.transpose(1, 2)" if turned else "")  # fmt: skip
     _ends(op, offsets, w.shape[0])
 
 
 def _ends(op: str, offsets: TensorSpec, experts: int) -> None:
+    convert = "" if offsets.dtype == "int32" else " and convert them with .int()"
+    leading = f"{experts + 1} entries are like cu_seqlens: drop the leading 0, pass offsets[1:]{convert}"
     demand(
         offsets.shape == (experts,) and offsets.dtype == "int32",
         op,
         "offsets",
         offsets,
         f"must be int32 [{experts}], where each expert's rows end",
-        "pass cumulative ends, converted with .int()",
+        leading if offsets.shape == (experts + 1,) else f"pass cumulative ends of {experts} groups{convert}",
     )
 
 

@@ -38,14 +38,15 @@ def positive(op: str, field: str, value: object) -> None:
 
 
 def _map(op: str, field: str, spec: TensorSpec) -> None:
-    demand(
-        spec.rank == 2 and spec.dtype == "int32",
-        op,
-        field,
-        spec,
-        "must be int32 [tokens, slots]",
-        "convert it with .int()",
-    )
+    if field == "row_map":
+        remedy = "pass what group_by_expert returned"
+    elif spec.dtype == "bool" or spec.is_float:
+        remedy = "a mask or probabilities hold no numbers of experts: pass the experts that router returned"
+    else:
+        shaped = "" if spec.rank == 2 else ".flatten(0, -2)" if spec.rank > 2 else ".unsqueeze(1), one slot for each token"
+        convert = "" if spec.dtype == "int32" else ".int()"
+        remedy = f"pass {field}{convert}{shaped}"
+    demand(spec.rank == 2 and spec.dtype == "int32", op, field, spec, "must be int32 [tokens, slots]", remedy)
 
 
 # ---- group_by_expert, tokens_per_expert ------------------------------------------------------------------------------

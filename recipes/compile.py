@@ -45,7 +45,7 @@ class Compiled:
 
     def __str__(self) -> str:
         own = [r for r in self.rows if r.state != NOT_AHEAD]
-        table = [("kernel", "arch", "state", "seconds", "registers", "local bytes"), *map(_cells, own)]
+        table = [("arch", "state", "seconds", "registers", "local bytes", "kernel"), *map(_cells, own)]
         lines = aligned(table) if own else [f"{self.recipe}: its plans need no kernel that is compiled ahead"]
         lines += ["", *(f"{r.arch}: {r.name} does not compile: {r.note}" for r in own if r.state == FAILED)]
         rest = {}
@@ -65,8 +65,9 @@ class Compiled:
 
 
 def _cells(row: Done) -> tuple[str, ...]:
+    """A kernel's name is long: it comes last."""
     numbers = ("" if n is None else f"{n}" for n in (row.registers, row.frame_bytes))
-    return row.name, row.arch, row.state, "" if row.seconds is None else f"{row.seconds:.1f}", *numbers
+    return row.arch, row.state, "" if row.seconds is None else f"{row.seconds:.1f}", *numbers, row.name
 
 
 def compile_recipe(recipe: Recipe, archs: Sequence[Arch], workers: int, folders: tuple[Path, ...],

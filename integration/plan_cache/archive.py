@@ -93,14 +93,14 @@ class Listing:
         return {"folder": str(self.folder), "kernels": kernels, "broken": [str(f) for f in self.faults]}
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A table of the entries, its heading first."""
-        rows = [("kernel", "arch", "KiB", "seconds", "registers", "local bytes", "compiler", "used")]
+        """A table of the entries, its heading first; a kernel's name, which is long, comes last."""
+        rows = [("arch", "KiB", "seconds", "registers", "local bytes", "compiler", "used", "kernel")]
         for e in self.entries:
             inputs, used = e.facts["inputs"], e.facts["resources"].values()
             most = (f"{max((u[name] for u in used), default=0)}" for name in ("registers", "frame_bytes"))
             name = label(inputs["target"], inputs["constants"].items())
             size, version = f"{e.nbytes / 1024:.0f}", f"{inputs['dsl']} cu{inputs['cuda']}"
-            rows.append((name, inputs["arch"], size, f"{e.facts['seconds']:.1f}", *most, version, _date(e.used)))
+            rows.append((inputs["arch"], size, f"{e.facts['seconds']:.1f}", *most, version, _date(e.used), name))
         return rows
 
     @property

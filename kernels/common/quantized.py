@@ -14,6 +14,7 @@ import torch
 from ...integration.graph.ir import Graph, Node, TensorSpec
 from ...integration.graph.ops.quantize import BLOCK, MX, TENSOR
 from ...integration.graph.ops.table import size_product
+from .knobs import names_reason
 
 KINDS = {TENSOR: "tensor", BLOCK: "block", MX: "mx"}
 EDGE = 8  # values of a row that lie together in the kernels
@@ -47,7 +48,7 @@ def transposes(want: tuple[str, ...]) -> bool:
 
 
 def streamed(data: TensorSpec) -> bool:
-    """Whether who reads a result will find little of it in L2, so that it leaves L2 first."""
+    """Whether a result is so large that who reads it will find little of it in L2."""
     return data.nbytes() >= _STREAMED
 
 
@@ -73,8 +74,8 @@ def knob_reason(given: tuple[tuple[str, Any], ...], choices: dict[str, tuple[Any
     """Why these knobs cannot be run with, None where they can."""
     if "apart" not in choices and (apart := dict(given).get("apart")) is not None:
         return f"knob apart = {apart}: {APART_ONLY}"
-    if {name for name, _ in given} != set(choices):
-        return f"knobs {dict(given)}: there are {', '.join(choices) or 'none'}, and each must be given"
+    if (reason := names_reason(dict(given), choices, choices)) is not None:
+        return reason
     bad = next((name for name, value in given if value not in choices[name]), None)
     return None if bad is None else f"knob {bad} = {dict(given)[bad]}: is one of {', '.join(map(str, choices[bad]))}"
 

@@ -81,18 +81,10 @@ class BackwardKnobs:
 Knobs = ForwardKnobs | BackwardKnobs
 
 
-def given_knobs(kind: type[Knobs], knobs: tuple[tuple[str, object], ...]) -> Knobs | str:
-    """The knobs of a plan file as ``kind``; what is wrong with their names where something is."""
-    values, names = dict(knobs), {f.name for f in dataclasses.fields(kind)}
-    if wrong := sorted(set(values) - names) or sorted({"threads"} - set(values)):
-        return f"knobs {values}: {wrong[0]} is unknown or missing; there are {', '.join(sorted(names))}"
-    return kind(**values)
-
-
 def quantize_knobs(rows: Rows, held: int) -> ForwardKnobs:
     """As forward, but that a row has threads for 128 values or more: the lanes of a block of scales are of one row.
     Weight and bias, of ``held`` bytes an element of a row, are read ahead where they take 16 registers at most (H200,
-    16384x7168 bfloat16: 91 us instead of 95)."""
+    16384x4096 bfloat16 without a residual: 5 % faster)."""
     made = forward_knobs(rows)
     threads = max(made.threads, 128 // rows.step)
     hold = 0 < held * rows.step * rows.chunks(threads) <= 64 and threads <= 512

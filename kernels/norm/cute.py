@@ -9,6 +9,7 @@ import torch
 
 from ...integration.engines.arch import Arch
 from ...integration.engines.contract import BuildContext, CompiledRegion, Decline, Engine, Kernel, Offer, Region
+from ..common.knobs import given_knobs
 from ..common.rows import dtype_reason, fresh, rows, step_of, vector
 from . import config
 
@@ -31,7 +32,7 @@ class CuteNorm(Engine):
         reason, kind = _reason(region), config.BackwardKnobs if _backward(region) else config.ForwardKnobs
         if reason is not None:
             return Decline(reason)
-        chosen = config.given_knobs(kind, knobs)
+        chosen = given_knobs(kind, knobs)
         if isinstance(chosen, str):
             return Decline(chosen)
         reason = config.knob_reason(chosen, _rows(region), arch)

@@ -22,6 +22,7 @@ from ...integration.engines.contract import (
     Region,
 )
 from ...integration.graph.ir import ITEMSIZE, Dim, Node, TensorSpec
+from ..common.knobs import given_knobs
 from ..common.rows import dtype_reason
 from . import config
 
@@ -91,12 +92,11 @@ class CuteRope(Engine):
         return self._offer(work, arch, chosen)
 
     def offer_with(self, region: Region, arch: Arch, knobs: tuple[tuple[str, object], ...]) -> Offer | Decline:
-        work, names = _Work.of(region), {f.name for f in dataclasses.fields(config.Knobs)}
+        work, chosen = _Work.of(region), given_knobs(config.Knobs, knobs)
         if isinstance(work, str):
             return Decline(work)
-        if set(dict(knobs)) != names:
-            return Decline(f"knobs {dict(knobs)}: must be {', '.join(sorted(names))}")
-        chosen = config.Knobs(**dict(knobs))
+        if isinstance(chosen, str):
+            return Decline(chosen)
         reason = config.refusal(
             chosen, work.span, work.queries, work.keys, backward=work.backward, smem=arch.smem_kib * 1024
         )

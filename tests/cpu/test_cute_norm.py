@@ -115,6 +115,23 @@ def test_default_knobs_fit_every_arch_and_width(arch, dtype):
                     assert config.knob_reason(made, rows, ARCHS[arch]) is None, (width, made)
 
 
+def test_a_result_of_the_forward_is_stored_through_l2_however_large():
+    made = next(r.region for r in memory_rows.FAMILIES["norm"]() if r.name == "rms_norm 16384x4096")
+    assert made.spec("x").nbytes() == 128 << 20 and dict(CuteNorm().match(made, ARCHS["sm_90"]).knobs)["streaming"] is False
+
+
+@pytest.mark.parametrize(("wrong", "said"), [
+    ((("rows", 2),), "knob threads: is not given; there are threads, rows, stages"),
+    ((("threads", 128), ("keep", True)), "knob keep: the engine has none of this name; there are threads"),
+    ((("threads", 128), ("rows", "2")), "knob rows = '2': must be of type int"),
+    ((("threads", 128), ("hold_weight", 1)), "knob hold_weight = 1: must be of type bool"),
+])  # fmt: skip
+def test_knobs_of_a_plan_file_that_are_unknown_missing_or_of_another_type_are_declined_by_name(wrong, said):
+    declines(Case("rms_norm", 64, 4096, knobs=wrong), said)
+    got = quantized(with_quantize.Case("rms_norm", 64, 4096, with_quantize.BLOCK, transposed=True, knobs=wrong))
+    assert isinstance(got, Decline) and said in got.reason
+
+
 @pytest.mark.parametrize(
     ("shape", "least"), [((16384, 4096), 40), ((16384, 7168), 40), ((65536, 2048), 40), ((4096, 12288), 40)]
 )

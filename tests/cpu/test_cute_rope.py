@@ -2,6 +2,7 @@
 run thread by thread."""
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -115,7 +116,8 @@ def test_a_norm_a_split_or_a_merge_alone_is_left_to_others():
     (knobs(threads=128, rounds=3, ahead=False, resident=1), "rounds = 3"),
     (knobs(threads=128, rounds=2, ahead=False, resident=0), "resident = 0"),
     (knobs(threads=1024, rounds=2, ahead=True, resident=2), "shared memory"),
-    (knobs(threads=128, rounds=2), "resident"),
+    (knobs(threads=128, rounds=2), "knob ahead: is not given; there are threads, rounds, ahead, resident"),
+    (knobs(threads=128, rounds=2, ahead=False, resident="1"), "knob resident = '1': must be of type int"),
 ])  # fmt: skip
 def test_knobs_that_no_kernel_can_run_with_are_declined_by_name(given, word):
     declines(Case("norm_bwd", norm="rms_norm", head_dim=256, half=128, knobs=given), word, arch="sm_89")
@@ -164,9 +166,9 @@ def test_vectors_are_as_wide_as_both_halves_of_a_head_allow():
 def test_a_slot_takes_as_many_queries_as_divide_a_group_and_fit_in_flight(queries, keys, rounds):
     span = config.Span(128, 64, 2)
     assert config.rounds_of(span, queries, keys) == rounds
-    for backward, nbytes in ((False, 0), (True, config.STREAMED)):
+    for backward, nbytes in itertools.product((False, True), (config.STREAMED - 1, config.STREAMED)):
         chosen = config.knobs(span, queries, keys, layer=True, backward=backward, tables=1, smem=SMEM, nbytes=nbytes)
-        assert chosen.streaming == (nbytes > 0)
+        assert chosen.streaming is (backward and nbytes == config.STREAMED)
         assert config.refusal(chosen, span, queries, keys, backward=backward, smem=SMEM) is None
         tile = config.Tile(span, queries, keys, chosen.threads, chosen.rounds)
         assert tile.per_token * chosen.rounds == queries and tile.splits * tile.slots >= tile.per_token

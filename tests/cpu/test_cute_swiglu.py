@@ -31,7 +31,11 @@ def test_a_result_that_l2_does_not_keep_is_streamed_past_it():
 def test_knobs_of_a_plan_file_are_taken_whole_and_known_or_declined():
     engine, made, arch = BY_ID["activation/cute"].load(), region(Case(8, 4096)), ARCHS["sm_90"]
     assert isinstance(engine.offer_with(made, arch, knobs(512, 4)), Offer)
-    for wrong, said in (((("vectors", 4),), "threads, vectors, streaming"), (knobs(100, 1), "threads = 100")):
+    for wrong, said in (
+        ((("vectors", 4),), "knob threads: is not given; there are threads, vectors, streaming"),
+        ((*knobs(512, 4), ("keep", False)), "knob keep: the engine has none of this name"),
+        (knobs(100, 1), "threads = 100"),
+    ):
         answer = engine.offer_with(made, arch, wrong)
         assert isinstance(answer, Decline) and said in answer.reason, answer
 

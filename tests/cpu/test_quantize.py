@@ -263,13 +263,13 @@ def test_own_engines_take_every_kind_on_every_gpu_and_say_what_they_do_not_take(
 
 
 @pytest.mark.parametrize("gate", [False, True])
-def test_scales_that_lie_apart_are_announced_as_a_workspace_and_a_launch_more_and_not_the_default(gate):
+def test_scales_that_lie_apart_are_announced_as_a_workspace_and_a_launch_more_and_the_default_of_large_results(gate):
     case = Case(130, 300, BLOCK, gate=gate)
     usual, other = (cute_quantize.offered(case.engine, region(case), SM90, k) for k in ((), cute_quantize.apart()))
     assert dict(usual.knobs)["apart"] is False
-    for rows, gate in itertools.product((8192, 8191), (False, True)):  # from 32 MiB on
-        large = memory_rows.quantize_region(rows, 4096, "1x128", True, gate)
-        assert dict(BY_ID["swiglu_quantize/cute" if gate else "quantize/cute"].load().match(large, SM90).knobs)["apart"] is (rows == 8192)
+    for rows in (8192, 8191):  # from 32 MiB on; stores go through L2 however large
+        made = BY_ID[case.engine].load().match(memory_rows.quantize_region(rows, 4096, "1x128", True, gate), SM90)
+        assert dict(made.knobs) == {"down": False, "streaming": False, "apart": rows == 8192}
     assert (usual.launches, usual.workspace_bytes, usual.host_us) == (1, 0, 14)
     tiles = 1 * 3  # of 64 rows, which stand for any number, and 300 values
     assert (other.launches, other.workspace_bytes, other.host_us) == (2, tiles * 2 * 128 * 4, 18)

@@ -43,17 +43,15 @@ MODELS = {  # dims, sequence, batch
 }  # fmt: skip
 
 
-TINY = dict(hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, kv_channels=16)
-TINY_EXPERTS = dict(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=32)
+TINY = dict(hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2, kv_channels=16, num_moe_experts=8,
+            moe_router_topk=2, moe_ffn_hidden_size=32, moe_shared_expert_intermediate_size=32)  # fmt: skip
 
 
 def dims_of(a: argparse.Namespace) -> tuple[dict, int, int]:
     """(dims, sequence, batch) of the model that the arguments name."""
     dims, sequence, batch = MODELS[a.model]
     if a.tiny:
-        experts = TINY_EXPERTS if "num_moe_experts" in dims else {}
-        shared = {k: 32 for k in dims if k == "moe_shared_expert_intermediate_size"}
-        dims, sequence, batch = dims | TINY | experts | shared | {"num_query_groups": 2}, 24, 2
+        dims, sequence, batch = dims | {k: v for k, v in TINY.items() if k in dims}, 24, 2
     return dims | ({"moe_token_dispatcher_type": a.dispatcher} if a.dispatcher else {}), sequence, batch
 
 
